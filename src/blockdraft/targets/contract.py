@@ -1,0 +1,90 @@
+"""What the decode loop may ask of a target. Knows no model class, no draft and no request.
+
+Shapes: T positions fed to the target, N taps, E target width, V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blockdraft.config import TargetFacts
+
+__all__ = ["Row", "Scored", "Target"]
+
+
+class Row(ABC):
+    """One sequence inside a target: its cached state, and nothing about who asked for it."""
+
+    @property
+    @abstractmethod
+    def num_positions(self) -> int:
+        """Positions written and not rolled back; also the position of the next id."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Memory that this row's state holds now, spare room included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What one row's forward pass gave back."""
+
+    logits_TV: Tensor  # the last num_logits positions (all of them when num_logits was None), model dtype
+    taps_TNE: Tensor  # every position that was fed; N = 0 when the target has no taps
+
+
+class Target(Protocol):
+    """A causal language model with per-row state that can be taken back exactly."""
+
+    @property
+    def facts(self) -> TargetFacts: ...
+
+    @property
+    def tap_layer_ids(self) -> tuple[int, ...]:
+        """0-based layers; a tap is what that layer puts out, before any final norm."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def new_row(self) -> Row:
+        """An empty row of this target."""
+        ...
+
+    def free(self, row: Row) -> None:
+        """Let go of the row's memory. The row must not be used afterwards; freeing it again does nothing."""
+        ...
+
+    def forward(
+        self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None
+    ) -> list[Scored]:
+        """One ``Scored`` per row, in order; ids[i] is a vector of T_i >= 1 ids that follow rows[i].
+
+        Positions come from the row, never from the caller. All rows advance, or (on an error) none.
+        """
+        ...
+
+    def rollback(self, rows: Sequence[Row], keep: Sequence[int]) -> None:
+        """Keep the first keep[i] of the positions that the row's LAST forward wrote; forget the others.
+
+        0 <= keep[i] <= that forward's T. May be called again with a smaller keep.
+        """
+        ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[..., E] raw rows of the input embedding matrix: no scaling, no norm."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] the bare output head on [..., E]: no multiplier, no softcap."""
+        ...

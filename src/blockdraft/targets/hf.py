@@ -1,0 +1,360 @@
+"""Any attention-only causal language model of transformers as a target.
+
+Owns: loading, the refusal of families that cannot be rolled back, taps, rows. Must not know drafts or
+requests. The model is used through what every family shares (``get_decoder().layers``, the embedding and head
+accessors, the cache calls), never through a family's own names.
+
+Shapes: T positions fed to the target, N taps, E target width, V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.config import TargetFacts
+from blockdraft.errors import CheckpointError, PairError, RequestError, UnavailableError
+from blockdraft.packed import pack_linears_
+
+from .contract import Row, Scored
+from .hf_cache import RowCache, refusal
+
+__all__ = ["HFTarget", "load_target"]
+
+
+class _HFRow(Row):
+    """A row of one HFTarget; ``num_last`` of its positions came with the last forward."""
+
+    def __init__(self, owner: HFTarget, cache: RowCache) -> None:
+        self.owner = owner
+        self.cache: RowCache | None = cache
+        self.length = 0
+        self.num_last = 0
+
+    @property
+    def num_positions(self) -> int:
+        return self.length
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.cache is None else self.cache.num_bytes
+
+
+class _Capture:
+    """Layer outputs of the forward pass that runs now, for the one target that runs it."""
+
+    def __init__(self, owner: HFTarget) -> None:
+        self.owner = owner
+        self.outputs: dict[int, Tensor] = {}
+
+
+# Not a field: hooks of two targets on one model, or of two threads, must not see each other.
+_capture: ContextVar[_Capture | None] = ContextVar("blockdraft_capture", default=None)
+
+
+class HFTarget:
+    """A target around a loaded transformers model. The model is not copied; close() removes the hooks."""
+
+    def __init__(self, model: nn.Module, tap_layer_ids: Sequence[int] = ()) -> None:
+        self._model = cast(Any, model)
+        self._config = self._model.config
+        self._text_config = self._config.get_text_config(decoder=True)
+        self.facts = _facts_of(self._model)
+        self._cache_word = _cache_word(self._model, self.facts.model_type)
+        self._decoder = self._model.get_decoder()
+        self._layers = self._decoder.layers
+        self.tap_layer_ids = _checked_taps(tap_layer_ids, len(self._layers))
+        self._embedding: Tensor = self._model.get_input_embeddings().weight
+        self._head: Any = self._model.get_output_embeddings()
+        self.dtype: torch.dtype = self._embedding.dtype
+        self.device: torch.device = self._embedding.device
+        model.eval()
+        self._handles = [
+            self._layers[layer].register_forward_hook(self._hook(layer)) for layer in set(self.tap_layer_ids)
+        ]
+        try:
+            self._probe()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Take the hooks off the model. The target must not be used afterwards."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def new_row(self) -> Row:
+        return _HFRow(self, RowCache(self._config, self.facts.model_type))
+
+    def free(self, row: Row) -> None:
+        owned = self._owned(row)
+        owned.cache, owned.length, owned.num_last = None, 0, 0
+
+    def forward(
+        self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None
+    ) -> list[Scored]:
+        """One ``Scored`` per row; rows are run one after another, and on an error every row is as it was."""
+        owned = [self._owned(row) for row in rows]
+        self._check_call(ids, owned, num_logits)
+        before = [row.length for row in owned]
+        try:
+            return [self._score(x, row, num_logits) for x, row in zip(ids, owned, strict=True)]
+        except BaseException:
+            for row, length in zip(owned, before, strict=True):
+                assert row.cache is not None
+                row.cache.shorten(length)
+                row.length, row.num_last = length, 0
+            raise
+
+    def rollback(self, rows: Sequence[Row], keep: Sequence[int]) -> None:
+        if len(rows) != len(keep):
+            raise ValueError(f"rollback of {len(rows)} rows was given {len(keep)} numbers to keep")
+        owned = [self._owned(row) for row in rows]
+        for row, kept in zip(owned, keep, strict=True):
+            if row.cache is None or not 0 <= kept <= row.num_last:
+                raise ValueError(f"cannot keep {kept} positions: the last forward left {row.num_last}")
+        for row, kept in zip(owned, keep, strict=True):
+            assert row.cache is not None
+            row.length -= row.num_last - kept
+            row.num_last = kept
+            row.cache.shorten(row.length)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            return nn.functional.embedding(ids.to(self.device), self._embedding)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            return cast(Tensor, self._head(hidden))
+
+    # ---- inside ----
+
+    def _owned(self, row: Row) -> _HFRow:
+        if not isinstance(row, _HFRow) or row.owner is not self:
+            raise ValueError("this row belongs to another target")
+        return row
+
+    def _check_call(self, ids: Sequence[Tensor], rows: list[_HFRow], num_logits: int | None) -> None:
+        if len(ids) != len(rows) or len(set(map(id, rows))) != len(rows):
+            raise ValueError(f"{len(ids)} id vectors for {len(rows)} rows: one for each, no row twice")
+        if num_logits is not None and num_logits < 0:
+            raise ValueError(f"num_logits is {num_logits}: 0, a positive number or None")
+        for x, row in zip(ids, rows, strict=True):
+            if row.cache is None:
+                raise ValueError("this row was freed")
+            if x.dim() != 1 or x.shape[0] == 0:
+                raise ValueError(f"ids of shape {tuple(x.shape)}: a vector of at least one id is needed")
+            if row.length + x.shape[0] > self.facts.max_length:
+                raise RequestError(
+                    f"{row.length} + {x.shape[0]} positions do not fit: this target takes at most"
+                    f" {self.facts.max_length}; shorten the prompt or ask for fewer tokens"
+                )
+
+    def _score(self, ids_T: Tensor, row: _HFRow, num_logits: int | None) -> Scored:
+        num_new = ids_T.shape[0]
+        capture = _Capture(self)
+        token = _capture.set(capture) if self.tap_layer_ids else None
+        try:
+            # Inference mode saves a tenth of the time between the matrix products; what leaves this class is
+            # made outside it, so that a trainer may use it in a graph.
+            with torch.inference_mode():
+                inner = self._run(ids_T.to(self.device)[None], row.cache, num_logits)
+        finally:
+            if token is not None:
+                _capture.reset(token)
+        row.length += num_new
+        row.num_last = num_new
+        with torch.no_grad():
+            if inner is None:
+                logits_TV = self._embedding.new_empty((0, self.facts.vocab_size))
+            else:
+                logits_TV = inner[0].clone()
+            if self.tap_layer_ids:
+                taps_TNE = torch.stack([capture.outputs[i][0] for i in self.tap_layer_ids], dim=1)
+            else:
+                taps_TNE = self._embedding.new_empty((num_new, 0, self.facts.hidden_size))
+        return Scored(logits_TV=logits_TV, taps_TNE=taps_TNE)
+
+    def _run(self, ids_1T: Tensor, cache: RowCache | None, num_logits: int | None) -> Tensor | None:
+        kwargs = {self._cache_word: cache, "use_cache": True}
+        if num_logits == 0:  # the head is a third of a small model: leave it out
+            self._decoder(input_ids=ids_1T, **kwargs)
+            return None
+        output = self._model(input_ids=ids_1T, logits_to_keep=num_logits or 0, **kwargs)
+        return cast(Tensor, output.logits)
+
+    def _hook(self, layer: int) -> Any:
+        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+            capture = _capture.get()
+            if capture is not None and capture.owner is self:
+                capture.outputs[layer] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    def _probe(self) -> None:
+        """Feed one id: state kept elsewhere, or taps of another shape, show now and not in a request."""
+        row = cast(_HFRow, self.new_row())
+        assert row.cache is not None
+        capture = _Capture(self)
+        token = _capture.set(capture)
+        try:
+            with torch.inference_mode():
+                self._run(torch.zeros((1, 1), dtype=torch.long, device=self.device), row.cache, 0)
+        finally:
+            _capture.reset(token)
+        if row.cache.lengths != {1}:
+            raise PairError(refusal(self.facts.model_type, "state outside its key/value cache"))
+        row.cache.shorten(0)
+        for layer, output in capture.outputs.items():
+            if tuple(output.shape) != (1, 1, self.facts.hidden_size):
+                raise PairError(
+                    f"layer {layer} of {self.facts.model_type!r} puts out {tuple(output.shape)}, not one stream"
+                    f" of width {self.facts.hidden_size}: taps on such targets come in a later version"
+                )
+
+
+def load_target(
+    name_or_path: str | Path,
+    *,
+    tap_layer_ids: Sequence[int] = (),
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    pack: bool | None = None,
+    trust_remote_code: bool = False,
+) -> HFTarget:
+    """The target in a local folder or of a hub id, ready to run.
+
+    dtype None: as stored. pack: re-lay the weights for the CPU; None does it wherever it pays (on the CPU, in
+    float32 or bfloat16). The family and the taps are checked before any weight is read.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = str(name_or_path)
+    _check_folder(source)
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise UnavailableError(
+            f"device {device!r} was asked for and no CUDA device is here: use device 'cpu'"
+        )
+    config = _read(AutoConfig, source, trust_remote_code=trust_remote_code)
+    facts = _declared_facts(config)
+    _checked_taps(tap_layer_ids, facts.num_layers)
+    model = _read(
+        AutoModelForCausalLM,
+        source,
+        dtype="auto" if dtype is None else dtype,
+        trust_remote_code=trust_remote_code,
+    )
+    model.requires_grad_(False)
+    model.to(place)
+    can_pack = place.type == "cpu" and not hasattr(config, "quantization_config")
+    if pack and not can_pack:
+        raise UnavailableError(
+            f"pack=True needs an unquantised target on the CPU, this one is on {place}: pass pack=None"
+        )
+    if pack or (pack is None and can_pack):
+        pack_linears_(model)
+    return HFTarget(model, tap_layer_ids)
+
+
+def _declared_facts(config: Any) -> TargetFacts:
+    """Facts of a configuration. Raises PairError, naming the family, when it declares recurrent state."""
+    raw = config.to_dict()
+    # Purely recurrent families declare no maximum length: they are refused for what they are, not for that.
+    facts = TargetFacts.from_config({"max_position_embeddings": 1, **raw})
+    if facts.is_recurrent:
+        raise PairError(refusal(facts.model_type, "recurrent (linear-attention, convolution or SSM) state"))
+    return TargetFacts.from_config(raw)
+
+
+def _facts_of(model: Any) -> TargetFacts:
+    """Facts of a loaded model: those of its configuration, corrected by what really is in memory."""
+    config = model.config
+    if getattr(model, "_is_stateful", False):
+        raise PairError(refusal(config.model_type, "recurrent state"))
+    facts = _declared_facts(config)
+    eos = dict.fromkeys(facts.eos_token_ids)
+    generation = getattr(model, "generation_config", None)
+    extra = getattr(generation, "eos_token_id", None)
+    if extra is not None:
+        eos.update(dict.fromkeys(extra if isinstance(extra, (list, tuple)) else [extra]))
+    return dataclasses.replace(
+        facts,
+        vocab_size=int(model.get_input_embeddings().weight.shape[0]),
+        max_length=min([facts.max_length, *_rope_limits(config.get_text_config(decoder=True))]),
+        eos_token_ids=tuple(eos),
+    )
+
+
+def _rope_limits(config: Any) -> list[int]:
+    """Lengths past which the rotary table changes with the longest sequence seen.
+
+    Beyond them a key would depend on what was fed later, or by another row, and no rollback is exact.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    tables = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    limits = []
+    for table in tables:
+        if table.get("rope_type") in ("dynamic", "longrope"):
+            own = table.get("original_max_position_embeddings")
+            shared = getattr(config, "original_max_position_embeddings", None)
+            limits.append(int(own or shared or config.max_position_embeddings))
+    return limits
+
+
+def _cache_word(model: Any, model_type: str) -> str:
+    """The name under which this model takes its cache: it changed between transformers releases."""
+    parameters = inspect.signature(model.forward).parameters
+    for word in ("cache", "past_key_values"):
+        if word in parameters:
+            return word
+    raise PairError(refusal(model_type, "no key/value cache argument"))
+
+
+def _checked_taps(tap_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    taps = tuple(tap_layer_ids)
+    wrong = [i for i in taps if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < num_layers]
+    if wrong or len(set(taps)) != len(taps):
+        raise PairError(
+            f"taps {list(taps)} do not fit a target of {num_layers} layers: different whole numbers"
+            f" 0..{num_layers - 1} are needed; is this the target that the draft was trained for?"
+        )
+    return taps
+
+
+def _check_folder(source: str) -> None:
+    """Raise CheckpointError for what can only be a path and is not there, before a hub is asked for it."""
+    path = Path(source).expanduser()
+    looks_local = source.startswith((".", "~", os.sep)) or source.count("/") > 1 or "\\" in source
+    if path.is_file():
+        raise CheckpointError(f"{source} is a file: give the folder that holds config.json and the weights")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise CheckpointError(f"{source} has no config.json: give the folder of a transformers checkpoint")
+    if looks_local and not path.exists():
+        raise CheckpointError(f"no folder {source}: give a folder with config.json, or a hub id (owner/name)")
+
+
+def _read(loader: Any, source: str, **kwargs: Any) -> Any:
+    path = Path(source).expanduser()
+    is_local = path.is_dir()
+    try:
+        return loader.from_pretrained(str(path) if is_local else source, **kwargs)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        if is_local:
+            raise CheckpointError(
+                f"{source} cannot be loaded as a causal language model: {reason}"
+            ) from error
+        raise UnavailableError(
+            f"target {source!r} is no local folder and could not be fetched from the hub: check the name and"
+            f" the network, or give a local folder ({reason})"
+        ) from error
