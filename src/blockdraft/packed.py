@@ -1,7 +1,7 @@
 """Linear layers whose weights are stored once in the layout that oneDNN multiplies fastest on this CPU.
 
-A decoding step multiplies every weight matrix by a handful of rows. For that shape the ordinary CPU path re-lays the
-matrix out on every call; a packed layer does it once, when the model is prepared for inference.
+A decoding step multiplies every weight matrix by a handful of rows. For that shape the ordinary CPU path
+re-lays the matrix out on every call; a packed layer does it once, when the model is prepared for inference.
 Owns the packed layer and the replacement walk. Knows torch only: nothing about drafts, targets or files.
 """
 
@@ -18,9 +18,10 @@ __all__ = ["PackedLinear", "can_pack", "pack_linears_"]
 class PackedLinear(nn.Module):
     """An inference-only stand-in for one ``nn.Linear``: same input shapes, same result up to float rounding.
 
-    The plain weight is not kept: ``weight`` rebuilds it on every access (a copy of the whole matrix, exact), and
-    ``state_dict`` does so too, hence a packed module still saves the tensors it was loaded from. Code that needs the
-    rows all the time (an embedding tied to the head) keeps its own reference to the plain tensor.
+    The plain weight is not kept: ``weight`` rebuilds it on every access (a copy of the whole matrix,
+    exact), and ``state_dict`` does so too, hence a packed module still saves the tensors it was loaded
+    from. Code that needs the rows all the time (an embedding tied to the head) keeps its own reference to
+    the plain tensor.
     """
 
     def __init__(self, linear: nn.Linear, *, rows_hint: int) -> None:
@@ -51,7 +52,7 @@ class PackedLinear(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("a packed linear layer cannot be loaded into: load the weights, then pack")
@@ -68,7 +69,8 @@ class PackedLinear(nn.Module):
 
 def can_pack(linear: nn.Module) -> bool:
     """Whether this layer has a packed form here: a plain ``nn.Linear`` on the CPU in float32 or bfloat16."""
-    if type(linear) is not nn.Linear or not torch.backends.mkldnn.is_available():
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if type(linear) is not nn.Linear or not has_onednn:
         return False
     weight = linear.weight
     if weight.device.type != "cpu":
@@ -81,8 +83,9 @@ def can_pack(linear: nn.Module) -> bool:
 def pack_linears_(module: nn.Module, *, rows_hint: int = 8) -> int:
     """The number of linear layers below ``module`` that were replaced, in place, by packed ones.
 
-    ``rows_hint``: rows of a typical call; other row counts stay correct, only less than optimal. A layer used in two
-    places stays one object. Layers that have no packed form here are left alone (see ``can_pack``).
+    ``rows_hint``: rows of a typical call; other row counts stay correct, only less than optimal. A layer
+    used in two places stays one object. Layers that have no packed form here are left alone (see
+    ``can_pack``).
     """
     done: dict[nn.Module, PackedLinear] = {}
     for parent in list(module.modules()):

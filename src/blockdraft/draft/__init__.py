@@ -1,0 +1,9 @@
+"""The drafter: tensors in, tensors out. It knows its config, and neither targets nor requests."""
+
+from __future__ import annotations
+
+from blockdraft.draft.cache import DraftCache
+from blockdraft.draft.heads import CandidateLists, Proposal
+from blockdraft.draft.model import DraftModel, propose
+
+__all__ = ["CandidateLists", "DraftCache", "DraftModel", "Proposal", "propose"]

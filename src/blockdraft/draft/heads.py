@@ -1,0 +1,159 @@
+"""From hidden rows and target logits to proposals: the plain head (DFlash) and the candidate selector
+(DFlash 2).
+
+Owns candidate lists, the walk over them and the law q they were drawn from. Whatever q is, the accepting
+side stays exact as long as q is the law that was really sampled, so q is never adjusted afterwards. Knows
+config only: not requests, not what becomes of a proposal.
+
+Letters: G = L - 1 proposals, L block length, V vocabulary, M candidates, P predecessors, R codebook rank, D
+draft width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from blockdraft.config import SelectorConfig
+
+__all__ = ["CandidateLists", "CandidateSelector", "Proposal", "top_candidates", "walk"]
+
+_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateLists:
+    """A q that is zero outside M ids per position: ``ids_GM`` distinct in each row, ``probs_GM`` float32."""
+
+    ids_GM: Tensor
+    probs_GM: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """``ids_G`` and the law each was drawn from given the ones before it; None = it had to be that id
+    (one-hot).
+    """
+
+    ids_G: Tensor
+    q: CandidateLists | None
+
+
+class CandidateSelector(nn.Module):
+    """Scores of neighbouring tokens: how well a candidate follows its predecessor, weighted by the hidden
+    row.
+    """
+
+    def __init__(self, width: int, vocab_size: int, selector: SelectorConfig) -> None:
+        super().__init__()
+        self.top_k = selector.top_k
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, selector.rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, selector.rank))
+        self.hidden_projection = nn.Linear(width, selector.rank, bias=False)
+
+    def edges(self, hidden_GD: Tensor, predecessor_ids_GP: Tensor, candidate_ids_GM: Tensor) -> Tensor:
+        """edge_GPM, float32 at least: what each predecessor adds to each candidate's logit; any leading
+        axes.
+        """
+        weight_GR = self.hidden_projection(hidden_GD)
+        left_GPR = self.predecessor_codebook[predecessor_ids_GP] * weight_GR.unsqueeze(-2)
+        right_GMR = self.successor_codebook[candidate_ids_GM]
+        if left_GPR.dtype in (torch.bfloat16, torch.float16):
+            left_GPR, right_GMR = left_GPR.float(), right_GMR.float()
+        edge_GPM: Tensor = left_GPR @ right_GMR.transpose(-1, -2)
+        return edge_GPM
+
+
+def top_candidates(logits_GV: Tensor, count: int, exclude_ids: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    """(values_GM, ids_GM), M <= count: the largest logits, falling, equal ones by rising id, none of
+    ``exclude_ids``.
+
+    The order and the choice at the last place are fixed by the numbers alone, on every device.
+    """
+    vocab_size = logits_GV.shape[-1]
+    barred = sorted({int(token) for token in exclude_ids if 0 <= int(token) < vocab_size})
+    wanted = min(count + len(barred), vocab_size)
+    # One more than wanted shows whether equal logits straddle the last place.
+    values, ids = _top(logits_GV, min(wanted + 1, vocab_size))
+    if bool((values[:, 1:] == values[:, :-1]).any()):
+        values, ids = _by_rising_id(logits_GV, values, ids, wanted)
+    values, ids = values[:, :wanted], ids[:, :wanted]
+    if barred:
+        is_barred = torch.isin(ids, torch.tensor(barred, device=ids.device))
+        order = is_barred.to(torch.uint8).argsort(dim=-1, stable=True)[
+            :, : min(count, vocab_size - len(barred))
+        ]
+        values, ids = values.gather(-1, order), ids.gather(-1, order)
+    return values, ids
+
+
+def _top(logits_GV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """``torch.topk``, but over the chunks that can hold a winner only: the vocabulary is read once, as a
+    maximum.
+    """
+    vocab_size = logits_GV.shape[-1]
+    num_chunks = vocab_size // _CHUNK
+    if num_chunks < 4 * count:
+        values, ids = logits_GV.topk(count, dim=-1)
+        return values, ids
+    chunks_GNC = torch.unflatten(logits_GV[:, : num_chunks * _CHUNK], -1, (num_chunks, _CHUNK))
+    best_GN = chunks_GNC.amax(dim=-1).topk(count, dim=-1).indices
+    kept = chunks_GNC.gather(1, best_GN[:, :, None].expand(-1, -1, _CHUNK)).flatten(1)
+    rest = logits_GV[:, num_chunks * _CHUNK :]
+    values, places = torch.cat((kept, rest), dim=1).topk(count, dim=-1)
+    num_kept = count * _CHUNK
+    chunk = best_GN.gather(1, (places // _CHUNK).clamp_max(count - 1))
+    in_rest = places - num_kept + num_chunks * _CHUNK
+    return values, torch.where(places < num_kept, chunk * _CHUNK + places % _CHUNK, in_rest)
+
+
+def _by_rising_id(logits_GV: Tensor, values: Tensor, ids: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
+    """The first ``wanted`` candidates with equal logits in rising order of id, the lowest ids at the last
+    place.
+    """
+    if values.shape[-1] > wanted:
+        straddles = values[:, wanted] == values[:, wanted - 1]
+        values, ids = values[:, :wanted].clone(), ids[:, :wanted].clone()
+        for row in straddles.nonzero().flatten().tolist():
+            last = values[row, -1]
+            equal = values[row] == last
+            ids[row, equal] = (logits_GV[row] == last).nonzero().flatten()[: int(equal.sum())]
+    order = ids.argsort(dim=-1)
+    values, ids = values.gather(-1, order), ids.gather(-1, order)
+    order = values.argsort(dim=-1, descending=True, stable=True)
+    return values.gather(-1, order), ids.gather(-1, order)
+
+
+def walk(
+    scores_GPM: Tensor, ids_GM: Tensor, temperature: float, generator: torch.Generator | None
+) -> tuple[list[int], Tensor | None]:
+    """The path through the lattice as one candidate index per position, and q_GM along it (None: greedy).
+
+    ``scores_GPM[g, p, m]`` scores candidate m of position g after candidate p of position g - 1; position 0
+    has the anchor as its only predecessor, in every column. Temperature 0 takes the first best candidate at
+    each position; above it, each is drawn from softmax(score / temperature) by inverting its distribution
+    function.
+    """
+    num_positions, num_candidates = ids_GM.shape
+    if temperature == 0.0:
+        probs_GPM = None
+        next_GP = scores_GPM.argmax(dim=-1)
+    else:
+        scaled = (scores_GPM.float() / temperature).nan_to_num(nan=torch.finfo(torch.float32).min)
+        probs_GPM = scaled.softmax(dim=-1)
+        device = "cpu" if generator is None else generator.device
+        noise_G = torch.rand(num_positions, dtype=torch.float64, generator=generator, device=device)
+        below_GPM = probs_GPM.double().cumsum(dim=-1)
+        aim_GP1 = noise_G.to(below_GPM.device)[:, None, None] * below_GPM[:, :, -1:]
+        next_GP = (below_GPM <= aim_GP1).sum(dim=-1).clamp_max(num_candidates - 1)
+    steps: list[list[int]] = next_GP.tolist()  # the one wait for the device
+    path: list[int] = []
+    for step in steps:
+        path.append(step[path[-1] if path else 0])
+    if probs_GPM is None:
+        return path, None
+    previous = torch.tensor([0, *path[:-1]], device=probs_GPM.device)
+    return path, probs_GPM[torch.arange(num_positions, device=probs_GPM.device), previous]
