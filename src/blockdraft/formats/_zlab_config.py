@@ -174,7 +174,7 @@ def _declared_class(raw: Mapping[str, Any]) -> str:
 
 def _is_draft_class(name: str) -> bool:
     return any(
-        word in name for word in ("DFlash", "DFlash2", "DSpark", "DSpine", "Assistant", "Draft", "Eagle")
+        word in name for word in ("DFlash", "DSpark", "DSpine", "Assistant", "Draft", "Eagle")
     )
 
 
@@ -340,17 +340,12 @@ def _taps(fields: _Fields, width: Any, fc_shape: tuple[int, ...] | None) -> tupl
     taps = fields.pick("target_layer_ids")
     if taps is None:
         expects = ""
-        if (
-            fc_shape is not None
-            and len(fc_shape) == 2
-            and isinstance(width, int)
-            and width
-            and not fc_shape[1] % width
-        ):
+        width = require_int("target_hidden_size", width)
+        if fc_shape is not None and len(fc_shape) == 2 and fc_shape[1] % width == 0:
             expects = f"; fc expects {fc_shape[1] // width} taps (fc.weight is {list(fc_shape)})"
         raise ConfigError(
-            "target_layer_ids is missing: list the target layers that the draft was trained on, none is guessed"
-            + expects
+            "target_layer_ids is missing: list the target layers that the draft was trained on, "
+            f"none is guessed{expects}"
         )
     if not isinstance(taps, list):
         raise ConfigError(f"target_layer_ids is {taps!r}: it must be a list of layer ids")
