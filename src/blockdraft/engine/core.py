@@ -1,0 +1,211 @@
+"""The engine: requests in, token events out, one continuous batch of rows.
+
+Owns admission, the order of work and the lifetime of rows. The maths of a step is step.py's; words are text.py's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from blockdraft.config import check_pair
+from blockdraft.draft import DraftModel
+from blockdraft.engine.request import Completion, Request, TokenEvent
+from blockdraft.engine.row import RunningRow, now_s
+from blockdraft.engine.step import decode_step, first_token, prefill
+from blockdraft.errors import RequestError
+from blockdraft.targets import Target
+from blockdraft.text import StopScanner, Tokenizer
+
+__all__ = ["Engine", "Ticket"]
+
+
+class Ticket:
+    """A submitted request: waiting, running, or finished with a completion."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.row: RunningRow | None = None
+        self.completion: Completion | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.completion is not None
+
+
+class Engine:
+    """Runs requests on one target, with a draft or without.
+
+    `draft_off_reason` says why there is no draft, for requests that would have used one. Rows join and leave at any
+    step; at most `max_rows` run at once, in the order of submission.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: DraftModel | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        draft_off_reason: str = "the engine was started without a draft",
+        max_rows: int = 16,
+        prefill_chunk_size: int = 512,
+    ) -> None:
+        if draft is not None:
+            check_pair(draft.config, target.facts)
+            assert tuple(target.tap_layer_ids) == tuple(draft.config.target_layer_ids)
+        self.target, self.draft, self.tokenizer = target, draft, tokenizer
+        self.draft_off_reason = draft_off_reason
+        self.max_rows, self.prefill_chunk_size = max_rows, prefill_chunk_size
+        self._waiting: deque[Ticket] = deque()
+        self._running: list[Ticket] = []
+
+    # ---- requests in -------------------------------------------------------------------------------------------------
+    def submit(self, request: Request) -> Ticket:
+        """Queue a request. Raises RequestError at once for anything that can't be served as asked."""
+        facts = self.target.facts
+        longest = len(request.prompt_ids) + request.max_new_tokens
+        if longest > facts.max_length:
+            raise RequestError(
+                f"prompt of {len(request.prompt_ids)} tokens + max_new_tokens {request.max_new_tokens} = {longest}, "
+                f"above the target's {facts.max_length} positions; shorten one of them"
+            )
+        highest = max(request.prompt_ids)
+        if highest >= facts.vocab_size:
+            raise RequestError(
+                f"prompt_ids holds {highest}; the target has {facts.vocab_size} ids; use the target's tokenizer"
+            )
+        request.sampling.check_vocab(facts.vocab_size)
+        if request.num_logprobs is not None and request.num_logprobs > facts.vocab_size:
+            raise RequestError(f"num_logprobs is {request.num_logprobs}; the target has {facts.vocab_size} ids")
+        if request.stop_strings and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; give the engine one, or use stop_ids")
+        if request.speculate is True and self.draft is None:
+            raise RequestError(f"speculation is demanded, but {self.draft_off_reason}; load a draft that fits")
+        if request.width is not None:
+            self._check_width(request.width)
+        ticket = Ticket(request)
+        self._waiting.append(ticket)
+        return ticket
+
+    def _check_width(self, width: int) -> None:
+        if self.draft is None:
+            raise RequestError(f"width is {width}, but {self.draft_off_reason}; drop the width or load a draft")
+        trained = self.draft.config.block_size
+        if width > trained:
+            raise RequestError(f"width is {width}; the draft was trained for at most {trained}; use 2 to {trained}")
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request now; its row is free at once. A finished ticket stays as it is."""
+        if ticket.is_finished:
+            return
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
+            ticket.row = self._new_row(ticket.request)
+        assert ticket.row is not None
+        ticket.row.finish("cancelled", None)
+        self._retire(ticket)
+        if ticket in self._running:
+            self._running.remove(ticket)
+
+    # ---- work ------------------------------------------------------------------------------------------------------
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit what fits, then advance every running row by one step."""
+        while self._waiting and len(self._running) < self.max_rows:
+            self._admit(self._waiting.popleft())
+        rows = [ticket.row for ticket in self._running if ticket.row is not None]
+        if rows:
+            decode_step(rows, self.target, self.draft)
+        for ticket in [t for t in self._running if t.row is not None and t.row.is_finished]:
+            self._running.remove(ticket)
+            self._retire(ticket)
+
+    def run(self, requests: Sequence[Request]) -> list[Completion]:
+        """The completions of `requests`, in their order. All are checked before the first one runs."""
+        tickets = [self.submit(request) for request in requests]
+        while not all(ticket.is_finished for ticket in tickets):
+            self.step()
+        return [ticket.completion for ticket in tickets if ticket.completion is not None]
+
+    def stream(self, request: Request) -> Iterator[list[TokenEvent]]:
+        """The events of each step of one request as they are committed. Closing the iterator cancels the request."""
+        ticket = self.submit(request)
+        return self._events(ticket)
+
+    def _events(self, ticket: Ticket) -> Iterator[list[TokenEvent]]:
+        try:
+            sent = 0
+            while True:
+                row = ticket.row
+                if row is not None and len(row.events) > sent:
+                    fresh, sent = row.events[sent:], len(row.events)
+                    yield fresh
+                if ticket.is_finished:
+                    return
+                self.step()
+        finally:
+            self.cancel(ticket)
+
+    # ---- rows ------------------------------------------------------------------------------------------------------
+    def _new_row(self, request: Request) -> RunningRow:
+        facts = self.target.facts
+        speculates = self.draft is not None and request.speculate is not False
+        reason = None
+        if not speculates:
+            reason = "the request asked for plain decoding" if request.speculate is False else self.draft_off_reason
+        width = 1
+        if self.draft is not None and speculates:
+            width = self.draft.config.block_size if request.width is None else request.width
+        scanner = None
+        if request.stop_strings and self.tokenizer is not None:
+            scanner = StopScanner(self.tokenizer, request.stop_strings)
+        return RunningRow(
+            request=request,
+            stop_ids=frozenset(facts.eos_token_ids) if request.stop_ids is None else request.stop_ids,
+            target_row=self.target.new_row(),
+            draft_cache=self.draft.new_cache() if self.draft is not None and speculates else None,
+            width=width,
+            scanner=scanner,
+            speculation_reason=reason,
+        )
+
+    def _admit(self, ticket: Ticket) -> None:
+        row = ticket.row = self._new_row(ticket.request)
+        started = now_s()
+        logits_1V = prefill(row, self.target, self.draft, chunk_size=self.prefill_chunk_size)
+        first_token(row, logits_1V)
+        row.stats.add_prefill(seconds=now_s() - started)
+        self._running.append(ticket)
+        if row.is_finished:
+            self._running.remove(ticket)
+            self._retire(ticket)
+
+    def _retire(self, ticket: Ticket) -> None:
+        row = ticket.row
+        assert row is not None
+        self.target.free(row.target_row)
+        row.draft_cache = None
+        if row.finish_reason != "cancelled" or row.events:
+            row.stats.check()
+        row.text = self._text(row)
+        ticket.completion = row.completion()
+
+    def _text(self, row: RunningRow) -> str | None:
+        if self.tokenizer is None:
+            return None
+        if row.scanner is not None:
+            return row.scanner.text()
+        ids = row.ids[row.num_prompt :]
+        if row.finish_reason == "stop" and ids:
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids)

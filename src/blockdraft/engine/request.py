@@ -1,0 +1,116 @@
+"""What goes into the engine and what comes out of it: requests, token events, completions.
+
+Owns the meaning of a request's fields and their bounds. Knows no model and no HTTP; stop strings are carried for
+text.StopScanner, which alone understands them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from blockdraft.accept import SamplingParams, TokenLogprobs
+from blockdraft.errors import RequestError
+from blockdraft.stats import RequestStats
+
+__all__ = ["Completion", "FinishReason", "Request", "Speculation", "TokenEvent", "TokenKind"]
+
+TokenKind = Literal["first", "accepted", "bonus"]
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One prompt to be continued.
+
+    `speculate`: True demands the draft (an error where there is none), False forbids it, None uses it where there is
+    one. `width` is the block's width (anchor + proposals), from 2 to the draft's trained `block_size`; None is the
+    trained one. `stop_ids` None means the target's own end ids; an empty set means none. `num_logprobs` None reports no
+    log-probabilities, n reports the emitted id's and the n most likely ones.
+    """
+
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    min_new_tokens: int = 0
+    stop_ids: frozenset[int] | None = None
+    stop_strings: tuple[str, ...] = ()
+    seed: int | None = None
+    speculate: bool | None = None
+    width: int | None = None
+    num_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_ids", _checked_ids("prompt_ids", self.prompt_ids))
+        if not self.prompt_ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        _count("max_new_tokens", self.max_new_tokens, least=1)
+        _count("min_new_tokens", self.min_new_tokens, least=0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise RequestError(
+                f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens {self.max_new_tokens}; lower it"
+            )
+        if self.stop_ids is not None:
+            object.__setattr__(self, "stop_ids", frozenset(_checked_ids("stop_ids", tuple(self.stop_ids))))
+        if self.seed is not None:
+            _count("seed", self.seed, least=0)
+        if self.speculate not in (True, False, None):
+            raise RequestError(f"speculate is {self.speculate!r}; it is true, false or not given")
+        if self.width is not None:
+            _count("width", self.width, least=2)
+            if self.speculate is False:
+                raise RequestError(f"width is {self.width} while speculation is off; drop one of the two")
+        if self.num_logprobs is not None:
+            _count("num_logprobs", self.num_logprobs, least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One emitted token: `kind` is "first" (from the prefill), "accepted" (a proposal that stood) or "bonus" (the
+    target's own token that ends a step). `step` counts steps from 1; the first token has step 0."""
+
+    token_id: int
+    kind: TokenKind
+    step: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Whether the draft was used for a request, and if not (or no longer), why."""
+
+    enabled: bool
+    width: int | None
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What a request gave. `token_ids` ends with the stop id or with the id that completed a stop string.
+
+    `text` is None where the engine has no tokenizer. `stop` is the id or string that ended it.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: FinishReason
+    stop: int | str | None
+    events: tuple[TokenEvent, ...]
+    stats: RequestStats
+    speculation: Speculation
+
+
+def _count(name: str, value: object, *, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise RequestError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+
+
+def _checked_ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(ids, (str, bytes)):
+        raise RequestError(f"{name} is text; give token ids, or encode it first")
+    ids = tuple(ids)
+    for token_id in ids:
+        if type(token_id) is not int or token_id < 0:
+            raise RequestError(f"{name} holds {token_id!r}; token ids are whole numbers from 0")
+    return ids
