@@ -1,0 +1,32 @@
+"""Everything about words: tokenizer and chat template, streamed detokenising, stop strings, prompt files.
+
+Owns the way from messages to token ids and from committed ids to text that may be shown. Knows no models, no
+requests and no HTTP.
+"""
+
+from __future__ import annotations
+
+from blockdraft.text.prompts import Prompt, check_messages, parse_chat_jsonl
+from blockdraft.text.stream import (
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    Scan,
+    StopScanner,
+    StreamDecoder,
+    check_stop,
+)
+from blockdraft.text.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "MAX_STOP_CHARS",
+    "MAX_STOP_STRINGS",
+    "Prompt",
+    "Scan",
+    "StopScanner",
+    "StreamDecoder",
+    "Tokenizer",
+    "check_messages",
+    "check_stop",
+    "load_tokenizer",
+    "parse_chat_jsonl",
+]
