@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 import pytest
-from drafts import QWEN_V2, TINY_V1, TINY_V2, edited
 
 from blockdraft.config import (
     DraftConfig,
@@ -19,6 +18,7 @@ from blockdraft.config import (
 )
 from blockdraft.errors import ConfigError, PairError
 from blockdraft.formats.zlab import config_from_dict
+from drafts import QWEN_V2, TINY_V1, TINY_V2, edited
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -75,7 +75,9 @@ def test_config_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "gpt_oss", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "qwen3", "mistral", "gpt_oss", "gemma2", "gemma3_text"]
+)
 def test_attention_targets(model_type: str) -> None:
     target = facts(model_type=model_type, layer_types=["sliding_attention", "full_attention"] * 3)
     assert target == dataclasses.replace(facts(), model_type=model_type)
@@ -91,7 +93,11 @@ def test_ids_of_a_target() -> None:
 
 def test_nested_text_config() -> None:
     text = {key: value for key, value in LLAMA.items() if key != "eos_token_id"}
-    outer = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": {**text, "model_type": "gemma3_text"}}
+    outer = {
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "text_config": {**text, "model_type": "gemma3_text"},
+    }
     target = TargetFacts.from_config(outer)
     assert (target.model_type, target.eos_token_ids, target.hidden_size) == ("gemma3_text", (1, 106), 32)
 

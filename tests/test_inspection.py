@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from drafts import KIMI_V1, QWEN_V1, QWEN_V2, TINY_V2, checkpoint, edited
 from safetensors.torch import save_file
 
 from blockdraft.errors import BlockdraftError, CheckpointError
 from blockdraft.formats import zlab
 from blockdraft.inspection import cache_bytes, count_parameters, inspect_checkpoint, render_text, step_cost
+from drafts import KIMI_V1, QWEN_V1, QWEN_V2, TINY_V2, checkpoint, edited
 
 TARGET: dict[str, Any] = {
     "model_type": "llama",

@@ -6,7 +6,7 @@ Must not know: torch, files, the spelling of any checkpoint dialect of a draft.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,7 +30,7 @@ def require_float(name: str, value: object, *, above: float | None = 0.0) -> flo
     """The value as a float if it is a finite number greater than `above`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} is {value!r}: it must be a number")
-    if not math.isfinite(value):
+    if not -sys.float_info.max <= value <= sys.float_info.max:
         raise ConfigError(f"{name} is {value}: it must be finite")
     if above is not None and value <= above:
         raise ConfigError(f"{name} is {value}: it must be greater than {above:g}")

@@ -1,4 +1,4 @@
-"""What a draft checkpoint is, whether it fits a target, what a step of it costs: the library behind `inspect`.
+"""What a draft checkpoint is, whether it fits a target, what its step costs: the library behind `inspect`.
 
 Owns: the report and its text. Must not know: torch, weights (headers are enough), how a draft computes.
 Costs are exact counts for one row at batch 1; what they assume is named in the report.
@@ -25,7 +25,7 @@ _DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 def inspect_checkpoint(
     draft_path: Path | str, target_path: Path | str | None = None, *, allow_mask_is_eos: bool = False
 ) -> dict[str, Any]:
-    """A JSON-able report on a draft (folder or bare config.json), and on its pair if a target's config is given.
+    """A JSON-able report on a draft (folder or bare config.json), and on its pair if a target is given.
 
     Raises ConfigError or CheckpointError where the draft itself is not sound; a pair that does not fit is a
     result (`pair.fits` false), not an error.
@@ -38,9 +38,7 @@ def inspect_checkpoint(
         "family": config.family,
         "architecture": zlab.config_to_dict(config)["architectures"][0],
         "shape": _shape(config),
-        "layers": [
-            {"window": layer.window, "is_causal": layer.is_causal} for layer in config.layers
-        ],
+        "layers": [{"window": layer.window, "is_causal": layer.is_causal} for layer in config.layers],
         "rope": {"theta": config.rope.theta, "rope_type": config.rope.kind, **config.rope.numbers},
         "parameters": count_parameters(config),
         "num_tensors": len(zlab.expected_tensors(config)),
@@ -105,7 +103,7 @@ def _part(name: str) -> str:
 
 
 def _sizes(config: DraftConfig) -> dict[str, int]:
-    """Bytes of the weights in bf16, and with every matrix in 8 or 4 bits and one bf16 scale per 32 weights."""
+    """Bytes of the weights in bf16, and with matrices in 8 or 4 bits and one bf16 scale per 32 weights."""
     shapes = zlab.expected_tensors(config).values()
     matrices = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
     others = sum(math.prod(shape) for shape in shapes if len(shape) != 2)
@@ -159,7 +157,7 @@ def step_cost(config: DraftConfig) -> dict[str, Any]:
 
 
 def cache_bytes(config: DraftConfig, length: int) -> int:
-    """Bytes of one row's context cache in bf16 at `length` committed positions; sliding layers keep a window."""
+    """Bytes of one row's cache in bf16 at `length` committed positions; sliding layers keep a window."""
     per_layer = _BF16_BYTES * 2 * config.attention.num_kv_heads * config.attention.head_dim
     return sum(per_layer * min(length, layer.window or length) for layer in config.layers)
 
@@ -183,12 +181,14 @@ def _weights(config: DraftConfig, folder: Path) -> dict[str, Any] | None:
 
 
 def read_target_facts(target_path: Path | str) -> TargetFacts:
-    """The facts of a target from its folder or config.json; end and pad ids also of generation_config.json."""
+    """The facts of a target from its folder or config.json; end and pad ids also of the generation config."""
     path = Path(target_path)
     if not path.exists():
         text = str(target_path)
         is_id = text.count("/") == 1 and not text.startswith((".", "/", "~"))
-        hint = "a hub id is not fetched here, download it first" if is_id else "give a folder or a config.json"
+        hint = (
+            "a hub id is not fetched here, download it first" if is_id else "give a folder or a config.json"
+        )
         raise CheckpointError(f"the target {text} does not exist: {hint}")
     raw, folder = zlab.read_raw_config(path)
     if not isinstance(raw, Mapping):
@@ -233,10 +233,11 @@ def render_text(report: Mapping[str, Any]) -> str:
         f"family     {report['family']} ({report['architecture']}), {shape['num_layers']} layers",
         f"block      {shape['block_size']} (anchor + {shape['num_proposals']} proposals), "
         f"mask id {shape['mask_token_id']}",
-        f"taps       {', '.join(map(str, shape['target_layer_ids']))} of {shape['num_target_layers']} target layers, "
-        f"width {shape['target_hidden_size']}",
-        f"size       hidden {shape['hidden_size']}, MLP {shape['intermediate_size']}, heads {shape['num_heads']}"
-        f"/{shape['num_kv_heads']} x {shape['head_dim']}, vocabulary {shape['vocab_size']}",
+        f"taps       {', '.join(map(str, shape['target_layer_ids']))} "
+        f"of {shape['num_target_layers']} target layers, width {shape['target_hidden_size']}",
+        f"size       hidden {shape['hidden_size']}, MLP {shape['intermediate_size']}, "
+        f"heads {shape['num_heads']}/{shape['num_kv_heads']} x {shape['head_dim']}, "
+        f"vocabulary {shape['vocab_size']}",
         f"rope       {', '.join(f'{name} {_plain(value)}' for name, value in report['rope'].items())}, "
         f"up to {shape['max_length']} positions",
     ]
@@ -266,12 +267,15 @@ def _size_lines(report: Mapping[str, Any]) -> list[str]:
     by_part = ", ".join(f"{name} {count:,}" for name, count in parts.items() if name != "total" and count)
     lines = [
         f"parameters {parts['total']:,} in {report['num_tensors']} tensors: {by_part}",
-        f"weights    bf16 {_bytes(sizes['bf16'])}, 8 bits {_bytes(sizes['8_bit'])}, 4 bits {_bytes(sizes['4_bit'])}",
+        f"weights    bf16 {_bytes(sizes['bf16'])}, 8 bits {_bytes(sizes['8_bit'])}, "
+        f"4 bits {_bytes(sizes['4_bit'])}",
     ]
     if weights is None:
         return [*lines, "files      no weights here, only the config was checked"]
     own = f", of its own: {', '.join(weights['own'])}" if weights["own"] else ""
-    found = f"{weights['num_tensors']} tensors, {'/'.join(weights['dtypes'])}, {_bytes(weights['size_bytes'])}"
+    found = (
+        f"{weights['num_tensors']} tensors, {'/'.join(weights['dtypes'])}, {_bytes(weights['size_bytes'])}"
+    )
     return [*lines, f"files      every tensor as the config asks: {found}{own}"]
 
 
@@ -280,12 +284,14 @@ def _cost_lines(report: Mapping[str, Any]) -> list[str]:
     flops = cost["flops"]
     limit = "at most" if cost["is_cache_bounded"] else "at full length"
     return [
-        f"cache      {cost['cache_bytes_per_token']:,} bytes a token, {limit} {_bytes(cost['max_cache_bytes'])} a row",
+        f"cache      {cost['cache_bytes_per_token']:,} bytes a token, "
+        f"{limit} {_bytes(cost['max_cache_bytes'])} a row",
         f"step reads {_bytes(cost['weight_bytes_per_step'])} of draft weights, "
         f"{_bytes(cost['head_bytes_per_step'])} of output head",
         f"step costs {flops['total'] / 1e9:.3g} GFLOP at {cost['reference_context']} positions: "
         f"block {flops['block'] / 1e9:.3g}, head {flops['head'] / 1e9:.3g}, "
-        f"attention {flops['attention'] / 1e9:.3g}, inject {flops['inject_per_position'] / 1e9:.3g} a position",
+        f"attention {flops['attention'] / 1e9:.3g}, "
+        f"inject {flops['inject_per_position'] / 1e9:.3g} a position",
     ]
 
 

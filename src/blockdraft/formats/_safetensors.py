@@ -120,18 +120,18 @@ def _indexed_files(folder: Path, index: Path, present: list[str]) -> list[Path]:
         raise CheckpointError(
             f"{folder} holds {extra[0]}, which {INDEX} does not name: remove it or index it"
         )
+    inside = {name: {entry.name for entry in _file_entries(folder / name)} for name in names}
+    for tensor, name in owners.items():
+        if tensor not in inside[name]:
+            raise CheckpointError(f"{INDEX} says that {name} holds {tensor}: it does not")
     for name in names:
-        inside = {entry.name for entry in _file_entries(folder / name)}
-        promised = {tensor for tensor, file in owners.items() if file == name}
-        if promised - inside:
-            raise CheckpointError(f"{INDEX} says that {name} holds {min(promised - inside)}: it does not")
-        for tensor in sorted(inside - promised):
-            other = owners.get(tensor)
-            if other is None:
+        for tensor in sorted(inside[name]):
+            if tensor not in owners:
                 raise CheckpointError(f"{name} holds {tensor}, which {INDEX} does not name")
-            raise CheckpointError(
-                f"tensor {tensor} stands in two files, {other} by {INDEX} and {name}: remove one"
-            )
+            if owners[tensor] != name:
+                raise CheckpointError(
+                    f"tensor {tensor} stands in two files, {owners[tensor]} and {name}: remove one"
+                )
     return [folder / name for name in names]
 
 

@@ -173,9 +173,7 @@ def _declared_class(raw: Mapping[str, Any]) -> str:
 
 
 def _is_draft_class(name: str) -> bool:
-    return any(
-        word in name for word in ("DFlash", "DSpark", "DSpine", "Assistant", "Draft", "Eagle")
-    )
+    return any(word in name for word in ("DFlash", "DSpark", "DSpine", "Assistant", "Draft", "Eagle"))
 
 
 def _parts(fields: _Fields, is_v2: bool) -> tuple[ConvConfig | None, SelectorConfig | None]:
@@ -370,17 +368,52 @@ def _check_mask_role(raw: Mapping[str, Any], mask: int) -> None:
 
 def config_to_dict(config: DraftConfig, *, dtype: str = "bfloat16") -> dict[str, Any]:
     """The published layout of a config. Raises ConfigError for layers that the layout cannot express."""
-    windows = {layer.window for layer in config.layers} - {None}
+    window, causal = _common_layer(config)
+    attention, rope = config.attention, config.rope
+    raw: dict[str, Any] = {
+        "architectures": [CLASS_OF_FAMILY[config.family]],
+        "model_type": "qwen3",
+        "dtype": dtype,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "hidden_act": "silu",
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "attention_bias": attention.has_bias,
+        "rms_norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": {"rope_type": rope.kind, "rope_theta": rope.theta, **rope.numbers},
+        "rope_theta": rope.theta,
+        "layer_types": ["sliding_attention" if layer.window else "full_attention" for layer in config.layers],
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "max_window_layers": config.num_layers,
+        "is_causal": causal,
+        "num_target_layers": config.num_target_layers,
+        "tie_word_embeddings": False,
+        "block_size": config.block_size,
+        "dflash_config": _nested_dict(config),
+    }
+    if config.target_hidden_size != config.hidden_size:
+        raw["target_hidden_size"] = config.target_hidden_size
+    return raw
+
+
+def _common_layer(config: DraftConfig) -> tuple[int | None, bool | None]:
+    """The one window and the one causality of the layout; causality None follows the windows."""
+    windows = {layer.window for layer in config.layers if layer.window is not None}
     if len(windows) > 1:
-        raise ConfigError(
-            f"windows {sorted(w for w in windows if w)} differ: the z-lab layout has one sliding_window"
-        )
-    window = next(iter(windows), None)
+        raise ConfigError(f"windows {sorted(windows)} differ: the z-lab layout has one sliding_window")
     causal = {layer.is_causal for layer in config.layers}
     if len(causal) > 1 and any(layer.is_causal != (layer.window is not None) for layer in config.layers):
-        raise ConfigError(
-            "is_causal differs between layers, and not as the windows do: the z-lab layout has one"
-        )
+        raise ConfigError("is_causal differs between layers, and not as windows do: the z-lab layout has one")
+    return next(iter(windows), None), next(iter(causal)) if len(causal) == 1 else None
+
+
+def _nested_dict(config: DraftConfig) -> dict[str, Any]:
     nested: dict[str, Any] = {
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
@@ -397,39 +430,4 @@ def config_to_dict(config: DraftConfig, *, dtype: str = "bfloat16") -> dict[str,
         nested["output_multiplier"] = config.output_multiplier
     if config.final_logit_softcapping is not None:
         nested["final_logit_softcapping"] = config.final_logit_softcapping
-    raw: dict[str, Any] = {
-        "architectures": [CLASS_OF_FAMILY[config.family]],
-        "model_type": "qwen3",
-        "dtype": dtype,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "hidden_act": "silu",
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.attention.num_heads,
-        "num_key_value_heads": config.attention.num_kv_heads,
-        "head_dim": config.attention.head_dim,
-        "attention_bias": config.attention.has_bias,
-        "rms_norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_parameters": {
-            "rope_type": config.rope.kind,
-            "rope_theta": config.rope.theta,
-            **config.rope.numbers,
-        },
-        "rope_theta": config.rope.theta,
-        "layer_types": [
-            "full_attention" if layer.window is None else "sliding_attention" for layer in config.layers
-        ],
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-        "max_window_layers": config.num_layers,
-        "is_causal": next(iter(causal)) if len(causal) == 1 else None,
-        "num_target_layers": config.num_target_layers,
-        "tie_word_embeddings": False,
-        "block_size": config.block_size,
-        "dflash_config": nested,
-    }
-    if config.target_hidden_size != config.hidden_size:
-        raw["target_hidden_size"] = config.target_hidden_size
-    return raw
+    return nested
