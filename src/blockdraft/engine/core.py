@@ -139,10 +139,10 @@ class Engine:
 
     def stream(self, request: Request) -> Iterator[list[TokenEvent]]:
         """The events of each step of one request as they are committed. Closing the iterator cancels the request."""
-        ticket = self.submit(request)
-        return self._events(ticket)
+        return self.follow(self.submit(request))
 
-    def _events(self, ticket: Ticket) -> Iterator[list[TokenEvent]]:
+    def follow(self, ticket: Ticket) -> Iterator[list[TokenEvent]]:
+        """The events of a submitted request, driving the engine until it is finished; closing cancels it."""
         try:
             sent = 0
             while True:
@@ -166,9 +166,7 @@ class Engine:
         width = 1
         if self.draft is not None and speculates:
             width = self.draft.config.block_size if request.width is None else request.width
-        scanner = None
-        if request.stop_strings and self.tokenizer is not None:
-            scanner = StopScanner(self.tokenizer, request.stop_strings)
+        scanner = None if self.tokenizer is None else StopScanner(self.tokenizer, request.stop_strings)
         return RunningRow(
             request=request,
             stop_ids=frozenset(facts.eos_token_ids) if request.stop_ids is None else request.stop_ids,
@@ -197,15 +195,4 @@ class Engine:
         row.draft_cache = None
         if row.finish_reason != "cancelled" or row.events:
             row.stats.check()
-        row.text = self._text(row)
         ticket.completion = row.completion()
-
-    def _text(self, row: RunningRow) -> str | None:
-        if self.tokenizer is None:
-            return None
-        if row.scanner is not None:
-            return row.scanner.text()
-        ids = row.ids[row.num_prompt :]
-        if row.finish_reason == "stop" and ids:
-            ids = ids[:-1]
-        return self.tokenizer.decode(ids)

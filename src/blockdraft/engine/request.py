@@ -68,11 +68,14 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One emitted token: `kind` is "first" (from the prefill), "accepted" (a proposal that stood) or "bonus" (the
-    target's own token that ends a step). `step` counts steps from 1; the first token has step 0."""
+    target's own token that ends a step). `step` counts steps from 1; the first token has step 0. `text` is what became
+    certain with this token (often empty inside a character, or while a stop string may be forming); the texts of all
+    events joined are the completion's text. It is None where the engine has no tokenizer."""
 
     token_id: int
     kind: TokenKind
     step: int
+    text: str | None
     logprobs: TokenLogprobs | None
 
 

@@ -39,8 +39,6 @@ class RunningRow:
     stats: RequestStats = field(default_factory=RequestStats)
     finish_reason: FinishReason | None = None
     stop: int | str | None = None
-    text: str | None = None
-    delivered: int = 0
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.prompt_ids)
@@ -94,28 +92,31 @@ class RunningRow:
         What is cut here is never seen by anybody: not in ids, events, text or logprobs.
         """
         step = self.stats.num_steps + 1 if kinds[0] != "first" else 0
-        count = min(len(ids), self.request.max_new_tokens - self.num_emitted)
-        for index, token_id in enumerate(ids[:count]):
+        for index, token_id in enumerate(ids):
             self.ids.append(token_id)
+            text = self._settle(token_id)
             entry = None if logprobs is None else logprobs[index]
-            self.events.append(TokenEvent(token_id, kinds[index], step, entry))
-            if self._stops_at(token_id):
+            self.events.append(TokenEvent(token_id, kinds[index], step, text, entry))
+            if self.is_finished:
                 return index + 1
-        if self.num_emitted == self.request.max_new_tokens:
-            self.finish("length", None)
-        return count
+        return len(ids)
 
-    def _stops_at(self, token_id: int) -> bool:
-        is_free = self.num_emitted >= self.request.min_new_tokens
-        if token_id in self.stop_ids and is_free:
+    def _settle(self, token_id: int) -> str | None:
+        """Finish if this token, the last of `ids`, ends the request; returns the text it made certain."""
+        may_stop = self.num_emitted >= self.request.min_new_tokens
+        text = ""
+        if token_id in self.stop_ids and may_stop:
             self.finish("stop", token_id)
-            return True
-        if self.scanner is not None:
-            found = self.scanner.feed_one(token_id, may_stop=is_free)
-            if found is not None:
-                self.finish("stop", found)
-                return True
-        return False
+        elif self.scanner is not None:
+            scan = self.scanner.feed((token_id,), may_stop=may_stop)
+            text = scan.text
+            if scan.stop is not None:
+                self.finish("stop", scan.stop)
+        if not self.is_finished and self.num_emitted == self.request.max_new_tokens:
+            self.finish("length", None)
+        if self.scanner is None:
+            return None
+        return text + self.scanner.flush().text if self.is_finished else text
 
     def finish(self, reason: FinishReason, stop: int | str | None) -> None:
         self.finish_reason, self.stop = reason, stop
@@ -125,7 +126,7 @@ class RunningRow:
         enabled = self.speculation_reason is None
         return Completion(
             token_ids=tuple(self.ids[self.num_prompt :]),
-            text=self.text,
+            text=None if self.scanner is None else "".join(event.text or "" for event in self.events),
             finish_reason=self.finish_reason,
             stop=self.stop,
             events=tuple(self.events),

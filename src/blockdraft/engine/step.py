@@ -12,10 +12,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.accept import OneHot, Sparse, accept, accept_greedy, greedy_ids, logprobs, target_distribution
-from blockdraft.draft import DraftModel, Proposal, propose
+from blockdraft.accept import OneHot, Sparse, TokenLogprobs, accept, accept_greedy, greedy_ids, logprobs, target_distribution
+from blockdraft.draft import DraftCache, DraftModel, Proposal, propose
 from blockdraft.engine.request import TokenKind
 from blockdraft.engine.row import RunningRow, now_s
 from blockdraft.targets import Target
@@ -80,12 +81,12 @@ def _propose(
         anchors = [rows[i].anchor_id for i in indices]
         noise_BLD = draft.noise(anchors, width, target.embed)
         hidden_BLD = draft(noise_BLD, [_cache(rows[i]) for i in indices])
-        logits_BGV = draft.head_logits(hidden_BLD[:, 1:], target.logits)
+        logits_BGV = _head_logits(hidden_BLD[:, 1:], target, draft)
         for at, i in enumerate(indices):
             row = rows[i]
             proposals[i] = propose(
                 draft,
-                hidden_BLD[at, 1:],
+                hidden_BLD[at],
                 row.anchor_id,
                 logits_BGV[at],
                 row.request.sampling.temperature,
@@ -95,7 +96,14 @@ def _propose(
     return proposals
 
 
-def _cache(row: RunningRow):  # type: ignore[no-untyped-def]
+def _head_logits(hidden_BGD: Tensor, target: Target, draft: DraftModel) -> Tensor:
+    """[B, G, V] of the draft's own head if it has one, else of the target's."""
+    if draft.own_head is not None:
+        return F.linear(hidden_BGD, draft.own_head)
+    return target.logits(hidden_BGD.to(target.dtype))
+
+
+def _cache(row: RunningRow) -> DraftCache:
     assert row.draft_cache is not None and row.draft_cache.num_positions == len(row.ids) - 1
     return row.draft_cache
 
@@ -108,18 +116,20 @@ def _block(row: RunningRow, proposal: Proposal | None) -> Tensor:
 def _accept(row: RunningRow, proposal: Proposal | None, logits_TV: Tensor) -> tuple[int, int]:
     """(num_accepted, next id) for one row; the one place of a step that waits for the device."""
     ids_G = [] if proposal is None else proposal.ids_G.tolist()
-    history = {
-        "history": row.ids,
-        "num_prompt": row.num_prompt,
-        "proposals": ids_G,
-        "banned": row.banned(len(ids_G) + 1),
-    }
-    if row.request.sampling.is_greedy:
-        return accept_greedy(ids_G, greedy_ids(logits_TV, row.request.sampling, **history))
-    p_TV = target_distribution(logits_TV, row.request.sampling, **history)
-    is_one_hot = proposal is None or proposal.q is None
-    q = OneHot() if is_one_hot else Sparse(proposal.q.ids_GM, proposal.q.probs_GM)
-    return accept(ids_G, q, p_TV, row.accept_generator)
+    params, decide = row.request.sampling, greedy_ids if row.request.sampling.is_greedy else target_distribution
+    decided = decide(
+        logits_TV,
+        params,
+        history=row.ids,
+        num_prompt=row.num_prompt,
+        proposals=ids_G,
+        banned=row.banned(len(ids_G) + 1),
+    )
+    if params.is_greedy:
+        return accept_greedy(ids_G, decided)
+    lists = None if proposal is None else proposal.q
+    q = OneHot() if lists is None else Sparse(lists.ids_GM, lists.probs_GM)
+    return accept(ids_G, q, decided, row.accept_generator)
 
 
 def _commit(
@@ -131,7 +141,7 @@ def _commit(
     return row.commit(ids, kinds, _logprobs(row, logits_TV[: len(ids)], ids))
 
 
-def _logprobs(row: RunningRow, logits_TV: Tensor, ids: list[int]):  # type: ignore[no-untyped-def]
+def _logprobs(row: RunningRow, logits_TV: Tensor, ids: list[int]) -> list[TokenLogprobs] | None:
     if row.request.num_logprobs is None:
         return None
     return logprobs(logits_TV, ids, top_n=row.request.num_logprobs)

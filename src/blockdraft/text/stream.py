@@ -36,7 +36,7 @@ class StreamDecoder:
 
     All pieces and the flush joined are ``tokenizer.decode(all ids)``, however the ids were split over calls.
     A byte-level vocabulary is decoded byte by byte. Any other is decoded in a short window: the ids not yet
-    settled, after those of the last piece as context (decoders may treat the first token of a text differently).
+    settled, after those of the last piece as context (decoders may treat a text's first token specially).
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
