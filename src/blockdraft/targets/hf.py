@@ -217,8 +217,8 @@ class HFTarget:
         for layer, output in capture.outputs.items():
             if tuple(output.shape) != (1, 1, self.facts.hidden_size):
                 raise PairError(
-                    f"layer {layer} of {self.facts.model_type!r} puts out {tuple(output.shape)}, not one stream"
-                    f" of width {self.facts.hidden_size}: taps on such targets come in a later version"
+                    f"layer {layer} of {self.facts.model_type!r} puts out {tuple(output.shape)}, not one"
+                    f" stream of width {self.facts.hidden_size}: taps on such targets come in a later version"
                 )
 
 

@@ -1,7 +1,7 @@
 """One row's keys and values for transformers models: written in place, rolled back by moving a counter.
 
 The dynamic layers of transformers concatenate on every step, which copies the whole context, and its sliding
-layers need a crop after every forward. The layers here take the same calls from the model code on buffers with
+layers need a crop after every forward. The layers here take the same calls from the model code, on buffers with
 spare room. Owns the choice of layers that can be rolled back exactly, and the refusal of all others. Must not
 know models, taps or requests.
 
