@@ -189,6 +189,9 @@ def test_one_bad_byte_spoils_its_whole_run_of_byte_tokens() -> None:
     assert tokenizer.decode([letter, *euro]) == "a€"
     assert tokenizer.decode([letter, *euro, bad]) == "a" + "\ufffd" * 4
     check_stream(tokenizer, [letter, *euro, bad, letter], [1] * 6, True)
+    end = tokenizer.encode("</s>", False)[-1]  # left out of the text, so it does not end a run of bytes
+    check_stream(tokenizer, [letter, *euro, end, bad, letter], [1] * 7, True)
+    check_stream(tokenizer, [letter, *euro, end, bad, letter], [1] * 7, False)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece_like", "metaspace"])
