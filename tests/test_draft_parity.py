@@ -1,6 +1,6 @@
-"""The draft model against two independent implementations: the upstream wheel and transformers' own assistant.
+"""The draft model against two others: the upstream wheel and transformers' own assistant.
 
-Both are oracles only. Random small checkpoints in float32; several injections and rounds; contexts longer than the window.
+Both are oracles only. Random small checkpoints in float32, several rounds, contexts longer than the window.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from blockdraft.draft import DraftModel, propose
 
 WIDTH, VOCAB, TAPS, BLOCK, MASK = 48, 160, (1, 3, 4), 6, 159
 LIMIT = 1e-5
+DEFAULT_ROPE = RopeConfig(theta=1e4)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One draft: layer kinds (f full, s sliding), the causality of the config (None = by kind), parts, extras."""
+    """One draft: layer kinds (f full, s sliding), causality (None = by kind), parts, extras."""
 
     kinds: str
     causal: bool | None = None
@@ -39,7 +40,7 @@ class Layout:
     bias: bool = False
     softcap: float | None = None
     multiplier: float = 1.0
-    rope: RopeConfig = RopeConfig(theta=1e4)
+    rope: RopeConfig = DEFAULT_ROPE
     conv: tuple[int, int] = (2, 16)
 
     def config(self) -> DraftConfig:
@@ -121,7 +122,7 @@ def random_model(config: DraftConfig, seed: int) -> DraftModel:
     model = DraftModel(config).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         is_gain = name.endswith("norm.weight")
-        # Kernels that reach far from 1 multiply through the layers until float32 itself is off by more than LIMIT.
+        # Kernels far from 1 multiply through the layers until float32 itself is off by more than LIMIT.
         std = 0.2 if is_gain else 0.06 if "kernel_projection" in name else 0.17
         parameter.normal_(1.0 if is_gain else 0.0, std)
         if name.endswith("base_kernel"):
@@ -182,7 +183,8 @@ def wheel_twin(wheel: ModuleType, layout: Layout, model: DraftModel) -> Any:
 @pytest.fixture(scope="module")
 def wheel() -> ModuleType:
     pytest.importorskip("dflash", reason="the upstream wheel is a development dependency: dflash==0.1.0")
-    return pytest.importorskip("dflash.model")
+    module: ModuleType = pytest.importorskip("dflash.model")
+    return module
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -249,10 +251,10 @@ def test_sampled_law_equals_the_wheel(wheel: ModuleType, name: str) -> None:
 
 
 def assistant_twin(layout: Layout, model: DraftModel) -> Any:
-    """transformers' own DFlash assistant with the same weights: v1, bidirectional, every name but two the same.
+    """transformers' own DFlash assistant with the same weights: v1, bidirectional, two other names.
 
-    Its window counts the distance at which a key is still seen, ours counts the positions seen back from and with the
-    row itself, as the wheel does: the same number in its config means one position more.
+    Its window is the distance at which a key is still seen; ours counts positions seen backwards, with the
+    row itself, as the wheel does. The same number in its config means one position more.
     """
     name = "transformers.models.muse_glimmer_assistant"
     modeling = pytest.importorskip(f"{name}.modeling_muse_glimmer_assistant")
