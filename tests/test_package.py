@@ -150,7 +150,7 @@ def tracked_texts() -> dict[str, str]:
     "pattern",
     [
         r"(?<![\w.$}])/(?:work|farm|root|home|tmp)/",  # a path of one machine
-        r"\b(?:pypi\.org|files\.pythonhosted|download\.pytorch\.org)",  # where from is the installer's setting
+        r"\b(?:pypi\.org|files\.pythonhosted|download\.pytorch\.org)",  # the installer knows where from
         r"\b(?:TO" r"DO|FIX" r"ME|X" r"XX)\b",
     ],
 )
