@@ -16,7 +16,7 @@ from torch import Tensor
 from blockdraft.errors import CheckpointError, PairError, RequestError, UnavailableError
 from blockdraft.packed import PackedLinear
 from blockdraft.targets import HFTarget, Row, load_target
-from tiny_targets import ATTENTION_ONLY, SOFTMAX_IN_FLOAT32, VOCAB, random_ids, tiny_model
+from tiny_targets import ATTENTION_ONLY, ROUNDS_TO_FLOAT32, VOCAB, random_ids, tiny_model
 
 TAPS = (0, 2, 3)
 _models: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def num_hooks(model: Any) -> int:
 
 
 def same(found: Tensor, expected: Tensor, target: HFTarget | None = None) -> None:
-    rounds = target is not None and target.facts.model_type in SOFTMAX_IN_FLOAT32
+    rounds = target is not None and target.facts.model_type in ROUNDS_TO_FLOAT32
     torch.testing.assert_close(found, expected, atol=1e-4 if rounds else 1e-10, rtol=0)
 
 

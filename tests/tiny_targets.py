@@ -56,8 +56,8 @@ ATTENTION_ONLY: dict[str, dict[str, Any]] = {
     },
 }
 
-# Families whose own attention code rounds its softmax to float32, whatever the model's dtype.
-SOFTMAX_IN_FLOAT32 = {"gemma2", "gpt_oss"}
+# Families whose own code rounds attention weights or router scores to float32, whatever the model's dtype.
+ROUNDS_TO_FLOAT32 = {"deepseek_v3", "gemma2", "gpt_oss"}
 
 
 def tiny_config(family: str, **changes: Any) -> Any:

@@ -69,8 +69,7 @@ class HFTarget:
         self._text_config = self._config.get_text_config(decoder=True)
         self.facts = _facts_of(self._model)
         self._cache_word = _cache_word(self._model, self.facts.model_type)
-        self._decoder = self._model.get_decoder()
-        self._layers = self._decoder.layers
+        self._decoder, self._layers = _decoder_of(self._model, self.facts)
         self.tap_layer_ids = _checked_taps(tap_layer_ids, len(self._layers))
         self._embedding: Tensor = self._model.get_input_embeddings().weight
         self._head: Any = self._model.get_output_embeddings()
@@ -318,6 +317,19 @@ def _cache_word(model: Any, model_type: str) -> str:
         if word in parameters:
             return word
     raise PairError(refusal(model_type, "no key/value cache argument"))
+
+
+def _decoder_of(model: Any, facts: TargetFacts) -> tuple[Any, nn.ModuleList]:
+    """The module that runs the layers (embedding to final norm), and its list of layers."""
+    names = ("model", "transformer")  # where get_decoder() does not find it
+    for decoder in (model.get_decoder(), *(getattr(model, name, None) for name in names)):
+        layers = getattr(decoder, "layers", None) or getattr(decoder, "h", None)
+        if isinstance(layers, nn.ModuleList) and len(layers) == facts.num_layers:
+            return decoder, layers
+    raise PairError(
+        f"target family {facts.model_type!r} has no list of {facts.num_layers} decoder layers to tap: a"
+        " causal language model of transformers, built like Llama, is needed"
+    )
 
 
 def _checked_taps(tap_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """One row's keys and values for transformers models: written in place, rolled back by moving a counter.
 
 The dynamic layers of transformers concatenate on every step, which copies the whole context, and its sliding
-layers need a crop after every forward. The layers here take the same calls from the model code, on buffers with
-spare room. Owns the choice of layers that can be rolled back exactly, and the refusal of all others. Must not
-know models, taps or requests.
+layers need a crop after every forward. The layers here take the same calls from the model code and work on
+buffers with spare room. Owns the choice of layers that can be rolled back exactly, and the refusal of all
+others. Must not know models, taps or requests.
 
 Shapes: S cached positions, T positions of one forward, K kv heads, A head width.
 """
