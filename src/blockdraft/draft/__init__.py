@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from blockdraft.draft.cache import DraftCache
 from blockdraft.draft.heads import CandidateLists, Proposal
-from blockdraft.draft.model import DraftModel, propose
+from blockdraft.draft.model import DraftModel
 
-__all__ = ["CandidateLists", "DraftCache", "DraftModel", "Proposal", "propose"]
+__all__ = ["CandidateLists", "DraftCache", "DraftModel", "Proposal"]
+
+propose = DraftModel.propose

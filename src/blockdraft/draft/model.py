@@ -28,7 +28,7 @@ from blockdraft.draft.rope import Rotary, Rotation
 from blockdraft.errors import CheckpointError
 from blockdraft.packed import pack_linears_
 
-__all__ = ["Attend", "DraftModel", "propose"]
+__all__ = ["Attend", "DraftModel"]
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer index, q_BLHA, k_BLKA, v_BLKA) -> out_BLHA; q and k are already rotated to their positions."""
@@ -324,6 +324,44 @@ class DraftModel(nn.Module):
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    @torch.no_grad()
+    def propose(
+        self,
+        hidden_LD: Tensor,
+        anchor_id: int,
+        logits_GV: Tensor,
+        temperature: float,
+        generator: torch.Generator | None,
+        *,
+        exclude_ids: Sequence[int] = (),
+    ) -> Proposal:
+        """G proposals for one block and the law they were drawn from.
+
+        ``hidden_LD`` is the whole block, anchor row included; ``logits_GV`` is the bare head on rows 1 and up
+        (multiplier and soft cap are applied here; both keep the order of ids). Temperature 0, and a model
+        without selector at any temperature, gives fixed proposals with a one-hot law; otherwise each is drawn
+        from softmax(score / temperature) over its candidates. ``exclude_ids`` are never proposed (the mask id,
+        say): any q is lossless, so nothing is lost.
+        """
+        num_proposals = hidden_LD.shape[0] - 1
+        assert logits_GV.shape[0] == num_proposals
+        if num_proposals == 0:
+            return Proposal(ids_G=torch.empty(0, dtype=torch.long, device=hidden_LD.device), q=None)
+        selector = self.candidate_selector
+        logits_GV = logits_GV if logits_GV.dtype == torch.float64 else logits_GV.float()
+        count = 1 if selector is None else selector.top_k
+        values_GM, ids_GM = top_candidates(logits_GV, count, exclude_ids)
+        if selector is None:
+            return Proposal(ids_G=ids_GM[:, 0], q=None)
+        anchor_1M = torch.full_like(ids_GM[:1], anchor_id)
+        predecessors_GP = torch.cat((anchor_1M, ids_GM[:-1]))
+        edges_GPM = selector.edges(hidden_LD[1:], predecessors_GP, ids_GM)
+        scores_GPM = self.scale_logits(values_GM)[:, None, :] + edges_GPM
+        path, probs_GM = walk(scores_GPM, ids_GM, temperature, generator)
+        index_G1 = torch.tensor(path, device=ids_GM.device)[:, None]
+        ids_G = ids_GM.gather(1, index_G1)[:, 0]
+        return Proposal(ids_G=ids_G, q=None if probs_GM is None else CandidateLists(ids_GM, probs_GM))
+
 
 def _check_names(expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> None:
     missing = sorted(expected.keys() - tensors.keys())
@@ -340,42 +378,3 @@ def _check_names(expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor
     ]
     if found:
         raise CheckpointError("the checkpoint's tensors do not match its config: " + "; ".join(found))
-
-
-@torch.no_grad()
-def propose(
-    model: DraftModel,
-    hidden_LD: Tensor,
-    anchor_id: int,
-    logits_GV: Tensor,
-    temperature: float,
-    generator: torch.Generator | None,
-    *,
-    exclude_ids: Sequence[int] = (),
-) -> Proposal:
-    """G proposals for one block and the law they were drawn from.
-
-    ``hidden_LD`` is the whole block, anchor row included; ``logits_GV`` is the bare head on rows 1 and up
-    (multiplier and soft cap are applied here; both keep the order of ids). Temperature 0, and a model
-    without selector at any temperature, gives fixed proposals with a one-hot law; otherwise each is drawn
-    from softmax(score / temperature) over its candidates. ``exclude_ids`` are never proposed (the mask id,
-    say): any q is lossless, so nothing is lost.
-    """
-    num_proposals = hidden_LD.shape[0] - 1
-    assert logits_GV.shape[0] == num_proposals
-    if num_proposals == 0:
-        return Proposal(ids_G=torch.empty(0, dtype=torch.long, device=hidden_LD.device), q=None)
-    selector = model.candidate_selector
-    logits_GV = logits_GV if logits_GV.dtype == torch.float64 else logits_GV.float()
-    count = 1 if selector is None else selector.top_k
-    values_GM, ids_GM = top_candidates(logits_GV, count, exclude_ids)
-    if selector is None:
-        return Proposal(ids_G=ids_GM[:, 0], q=None)
-    anchor_1M = torch.full_like(ids_GM[:1], anchor_id)
-    predecessors_GP = torch.cat((anchor_1M, ids_GM[:-1]))
-    edges_GPM = selector.edges(hidden_LD[1:], predecessors_GP, ids_GM)
-    scores_GPM = model.scale_logits(values_GM)[:, None, :] + edges_GPM
-    path, probs_GM = walk(scores_GPM, ids_GM, temperature, generator)
-    index_G1 = torch.tensor(path, device=ids_GM.device)[:, None]
-    ids_G = ids_GM.gather(1, index_G1)[:, 0]
-    return Proposal(ids_G=ids_G, q=None if probs_GM is None else CandidateLists(ids_GM, probs_GM))

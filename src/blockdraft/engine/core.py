@@ -64,6 +64,13 @@ class Engine:
     # ---- requests in -------------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> Ticket:
         """Queue a request. Raises RequestError at once for anything that can't be served as asked."""
+        self.check(request)
+        ticket = Ticket(request)
+        self._waiting.append(ticket)
+        return ticket
+
+    def check(self, request: Request) -> None:
+        """Nothing; a RequestError if this engine cannot serve the request as asked."""
         facts = self.target.facts
         longest = len(request.prompt_ids) + request.max_new_tokens
         if longest > facts.max_length:
@@ -85,9 +92,6 @@ class Engine:
             raise RequestError(f"speculation is demanded, but {self.draft_off_reason}; load a draft that fits")
         if request.width is not None:
             self._check_width(request.width)
-        ticket = Ticket(request)
-        self._waiting.append(ticket)
-        return ticket
 
     def _check_width(self, width: int) -> None:
         if self.draft is None:
@@ -132,6 +136,8 @@ class Engine:
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         """The completions of `requests`, in their order. All are checked before the first one runs."""
+        for request in requests:
+            self.check(request)
         tickets = [self.submit(request) for request in requests]
         while not all(ticket.is_finished for ticket in tickets):
             self.step()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.accept import OneHot, Sparse, TokenLogprobs, accept, accept_greedy, greedy_ids, logprobs, target_distribution
-from blockdraft.draft import DraftCache, DraftModel, Proposal, propose
+from blockdraft.draft import DraftCache, DraftModel, Proposal
 from blockdraft.engine.request import TokenKind
 from blockdraft.engine.row import RunningRow, now_s
 from blockdraft.targets import Target
@@ -84,8 +84,7 @@ def _propose(
         logits_BGV = _head_logits(hidden_BLD[:, 1:], target, draft)
         for at, i in enumerate(indices):
             row = rows[i]
-            proposals[i] = propose(
-                draft,
+            proposals[i] = draft.propose(
                 hidden_BLD[at],
                 row.anchor_id,
                 logits_BGV[at],
