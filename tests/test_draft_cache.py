@@ -96,7 +96,8 @@ def from_scratch(model: DraftModel, taps: Tensor, noise_LD: Tensor) -> Tensor:
 
     def linear(x: Tensor, name: str) -> Tensor:
         result: Tensor = x @ state[f"{name}.weight"].T
-        return result + state.get(f"{name}.bias", torch.zeros(1, dtype=x.dtype))
+        total: Tensor = result + state.get(f"{name}.bias", torch.zeros(1, dtype=x.dtype))
+        return total
 
     def turn(head: Tensor, position: int) -> Tensor:
         half = HEAD_DIM // 2

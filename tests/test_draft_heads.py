@@ -82,6 +82,15 @@ def test_top_candidates_against_a_sort(vocab_size: int, count: int, levels: int 
             assert values[row].tolist() == logits[row, want].tolist()
 
 
+def test_top_candidates_with_nan() -> None:
+    logits = torch.randn(2, 1000)
+    logits[0, 100:] = torch.nan
+    logits[1] = torch.nan
+    _, ids = top_candidates(logits, 4)
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+    assert int(ids[0, 0]) < 100
+
+
 def test_top_candidates_with_forbidden_logits() -> None:
     logits = torch.full((1, 300), -torch.inf)
     logits[0, [7, 290]] = torch.tensor([1.0, 2.0])

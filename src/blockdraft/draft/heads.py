@@ -68,63 +68,59 @@ class CandidateSelector(nn.Module):
 
 
 def top_candidates(logits_GV: Tensor, count: int, exclude_ids: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-    """(values_GM, ids_GM), M <= count: the largest logits, falling, equal ones by rising id, none of
-    ``exclude_ids``.
+    """(values_GM, ids_GM), M <= count: the largest logits, falling, equal ones by rising id, none excluded.
 
-    The order and the choice at the last place are fixed by the numbers alone, on every device.
+    Order and choice are fixed by the numbers alone, on every device, also where equal logits meet at the
+    last place (in bfloat16 they often do). NaN counts as minus infinity.
     """
     vocab_size = logits_GV.shape[-1]
     barred = sorted({int(token) for token in exclude_ids if 0 <= int(token) < vocab_size})
     wanted = min(count + len(barred), vocab_size)
-    # One more than wanted shows whether equal logits straddle the last place.
-    values, ids = _top(logits_GV, min(wanted + 1, vocab_size))
-    if bool((values[:, 1:] == values[:, :-1]).any()):
-        values, ids = _by_rising_id(logits_GV, values, ids, wanted)
-    values, ids = values[:, :wanted], ids[:, :wanted]
+    values, ids = _largest(logits_GV, wanted)
+    order = values.argsort(dim=-1, descending=True, stable=True)
+    values, ids = values.gather(-1, order), ids.gather(-1, order)
     if barred:
-        is_barred = torch.isin(ids, torch.tensor(barred, device=ids.device))
-        order = is_barred.to(torch.uint8).argsort(dim=-1, stable=True)[
-            :, : min(count, vocab_size - len(barred))
-        ]
+        is_barred = torch.isin(ids, torch.tensor(barred, device=ids.device)).to(torch.uint8)
+        order = is_barred.argsort(dim=-1, stable=True)[:, : min(count, vocab_size - len(barred))]
         values, ids = values.gather(-1, order), ids.gather(-1, order)
     return values, ids
 
 
-def _top(logits_GV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """``torch.topk``, but over the chunks that can hold a winner only: the vocabulary is read once, as a
-    maximum.
+def _largest(logits_GV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of each row and their ids, in rising order of id.
+
+    A large vocabulary is read once, as the maximum of every chunk. The winners lie in the first ``count``
+    chunks by (maximum, id): every larger logit fills one of them, and equal logits are taken by rising id.
     """
-    vocab_size = logits_GV.shape[-1]
-    num_chunks = vocab_size // _CHUNK
+    num_chunks = logits_GV.shape[-1] // _CHUNK
     if num_chunks < 4 * count:
-        values, ids = logits_GV.topk(count, dim=-1)
-        return values, ids
-    chunks_GNC = torch.unflatten(logits_GV[:, : num_chunks * _CHUNK], -1, (num_chunks, _CHUNK))
-    best_GN = chunks_GNC.amax(dim=-1).topk(count, dim=-1).indices
-    kept = chunks_GNC.gather(1, best_GN[:, :, None].expand(-1, -1, _CHUNK)).flatten(1)
-    rest = logits_GV[:, num_chunks * _CHUNK :]
-    values, places = torch.cat((kept, rest), dim=1).topk(count, dim=-1)
+        values_GV = _without_nan(logits_GV)
+        ids = _places_of_largest(values_GV, count)
+        return values_GV.gather(-1, ids), ids
+    chunks = torch.unflatten(logits_GV[:, : num_chunks * _CHUNK], -1, (num_chunks, _CHUNK))
+    best = _places_of_largest(_without_nan(chunks.amax(dim=-1)), count)
+    kept = chunks.gather(1, best[:, :, None].expand(-1, -1, _CHUNK)).flatten(1)
+    values = _without_nan(torch.cat((kept, logits_GV[:, num_chunks * _CHUNK :]), dim=1))
+    places = _places_of_largest(values, count)
     num_kept = count * _CHUNK
-    chunk = best_GN.gather(1, (places // _CHUNK).clamp_max(count - 1))
+    chunk = best.gather(1, (places // _CHUNK).clamp_max(count - 1))
     in_rest = places - num_kept + num_chunks * _CHUNK
-    return values, torch.where(places < num_kept, chunk * _CHUNK + places % _CHUNK, in_rest)
+    return values.gather(-1, places), torch.where(
+        places < num_kept, chunk * _CHUNK + places % _CHUNK, in_rest
+    )
 
 
-def _by_rising_id(logits_GV: Tensor, values: Tensor, ids: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
-    """The first ``wanted`` candidates with equal logits in rising order of id, the lowest ids at the last
-    place.
-    """
-    if values.shape[-1] > wanted:
-        straddles = values[:, wanted] == values[:, wanted - 1]
-        values, ids = values[:, :wanted].clone(), ids[:, :wanted].clone()
-        for row in straddles.nonzero().flatten().tolist():
-            last = values[row, -1]
-            equal = values[row] == last
-            ids[row, equal] = (logits_GV[row] == last).nonzero().flatten()[: int(equal.sum())]
-    order = ids.argsort(dim=-1)
-    values, ids = values.gather(-1, order), ids.gather(-1, order)
-    order = values.argsort(dim=-1, descending=True, stable=True)
-    return values.gather(-1, order), ids.gather(-1, order)
+def _without_nan(x: Tensor) -> Tensor:
+    return x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def _places_of_largest(x_GN: Tensor, count: int) -> Tensor:
+    """Where the ``count`` largest of each row stand, in rising order; of equal ones the first."""
+    last = x_GN.topk(count, dim=-1).values[:, -1:]
+    above, equal = x_GN > last, x_GN == last
+    room = count - above.sum(dim=-1, keepdim=True)
+    is_kept = above | (equal & (equal.cumsum(dim=-1) <= room))
+    return is_kept.nonzero()[:, 1].view(-1, count)
 
 
 def walk(

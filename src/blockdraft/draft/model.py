@@ -340,8 +340,8 @@ class DraftModel(nn.Module):
         ``hidden_LD`` is the whole block, anchor row included; ``logits_GV`` is the bare head on rows 1 and up
         (multiplier and soft cap are applied here; both keep the order of ids). Temperature 0, and a model
         without selector at any temperature, gives fixed proposals with a one-hot law; otherwise each is drawn
-        from softmax(score / temperature) over its candidates. ``exclude_ids`` are never proposed (the mask id,
-        say): any q is lossless, so nothing is lost.
+        from softmax(score / temperature) over its candidates. ``exclude_ids`` are never proposed (the mask
+        id, say): any q is lossless, so nothing is lost.
         """
         num_proposals = hidden_LD.shape[0] - 1
         assert logits_GV.shape[0] == num_proposals
