@@ -16,6 +16,7 @@ from torch import Tensor
 from blockdraft.errors import CheckpointError, PairError, RequestError, UnavailableError
 from blockdraft.packed import PackedLinear
 from blockdraft.targets import HFTarget, Row, load_target
+from blockdraft.targets.hf_attention import use_grouped_attention_
 from tiny_targets import ATTENTION_ONLY, ROUNDS_TO_FLOAT32, VOCAB, random_ids, tiny_model
 
 TAPS = (0, 2, 3)
@@ -347,6 +348,25 @@ def test_load_of_an_unknown_name_without_a_network(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UnavailableError, match="give a local folder"):
         load_target("nobody/blockdraft-no-such-model")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text"])
+def test_the_grouped_attention_gives_what_the_stock_one_gives(family: str) -> None:
+    stock, grouped = HFTarget(tiny_model(family), TAPS), HFTarget(tiny_model(family), TAPS)
+    assert use_grouped_attention_(grouped._model) and not use_grouped_attention_(grouped._model)
+    rows = [target.new_row() for target in (stock, grouped)]
+    for step, count in enumerate((1, 7, 40, 5, 1, 8, 1, 32, 33)):
+        ids = random_ids(count, step)
+        scored = [target.forward([ids], [row])[0] for target, row in zip((stock, grouped), rows, strict=True)]
+        same(scored[1].logits_TV, scored[0].logits_TV)
+        same(scored[1].taps_TNE, scored[0].taps_TNE)
+
+
+def test_a_model_with_its_own_attention_keeps_it() -> None:
+    for family in ("gemma2", "gpt_oss"):
+        model = tiny_model(family)
+        kept = model.config._attn_implementation
+        assert not use_grouped_attention_(model) and model.config._attn_implementation == kept
 
 
 # ---- any order of calls ----

@@ -25,6 +25,7 @@ from blockdraft.errors import CheckpointError, PairError, RequestError, Unavaila
 from blockdraft.packed import pack_linears_
 
 from .contract import Row, Scored
+from .hf_attention import use_grouped_attention_
 from .hf_cache import RowCache, refusal
 
 __all__ = ["HFTarget", "load_target"]
@@ -232,8 +233,8 @@ def load_target(
 ) -> HFTarget:
     """The target in a local folder or of a hub id, ready to run.
 
-    dtype None: as stored. pack: re-lay the weights for the CPU; None does it wherever it pays (on the CPU, in
-    float32 or bfloat16). The family and the taps are checked before any weight is read.
+    dtype None: as stored. pack: weights and attention in the form that is fastest on the CPU, the same up to
+    rounding; None does it wherever it pays. The family and the taps are checked before any weight is read.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -262,6 +263,7 @@ def load_target(
         )
     if pack or (pack is None and can_pack):
         pack_linears_(model)
+        use_grouped_attention_(model)
     return HFTarget(model, tap_layer_ids)
 
 
