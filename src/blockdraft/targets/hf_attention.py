@@ -1,9 +1,9 @@
 """Attention on the CPU for the few query rows of a decoding step, as an attention backend of transformers.
 
 With grouped queries the stock backend repeats keys and values for every query head on each call, or takes a
-slow grouped kernel. Here the query heads of one kv head stand below each other as rows of one product, so keys
-and values are read where they lie. Any call it was not made for goes to the stock backend. Must not know rows
-or taps.
+slow grouped kernel. Here the query heads of one kv head stand below each other as rows of one product, so
+keys and values are read where they lie. Any call it was not made for goes to the stock backend. Must not know
+rows or taps.
 
 Shapes: B rows, T positions, H query heads, K kv heads, A head width, S cached positions and the new ones.
 """
