@@ -29,7 +29,12 @@ VOCAB = 32
 
 
 def tiny_model(
-    *, seed: int = 0, vocab: int = VOCAB, dtype: torch.dtype = torch.float64, scale: float = 0.3, max_length: int = 512
+    *,
+    seed: int = 0,
+    vocab: int = VOCAB,
+    dtype: torch.dtype = torch.float64,
+    scale: float = 0.3,
+    max_length: int = 512,
 ):
     """A random Llama of three layers whose next-token law is neither flat nor certain."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -72,7 +77,9 @@ def bigram_model(next_id: Callable[[int], int], *, vocab: int = VOCAB, dtype: to
     return model
 
 
-def draft_config(facts: TargetFacts, *, block_size: int = 8, window: int | None = None, v2: bool = True, **changes) -> DraftConfig:
+def draft_config(
+    facts: TargetFacts, *, block_size: int = 8, window: int | None = None, v2: bool = True, **changes
+) -> DraftConfig:
     config = DraftConfig(
         hidden_size=facts.hidden_size,
         intermediate_size=40,
@@ -189,9 +196,9 @@ def run_one(engine: Engine, **fields) -> Completion:
 
 
 __all__ = [
+    "VOCAB",
     "CandidateLists",
     "Continuation",
-    "VOCAB",
     "bigram_model",
     "draft_config",
     "hf_target",

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_kit import Continuation, bigram_model, draft_config, hf_target, plain_ids, random_draft, run_one, tiny_model
 
 from blockdraft.engine import Engine, Request
 from blockdraft.errors import RequestError
+from engine_kit import (
+    Continuation,
+    bigram_model,
+    draft_config,
+    hf_target,
+    plain_ids,
+    random_draft,
+    run_one,
+    tiny_model,
+)
 
 NO_STOP = frozenset()
 PROMPT = [3, 7, 1, 12, 5]
@@ -85,7 +94,13 @@ def test_s01_an_end_id_anywhere_in_a_block_ends_the_text(model, ar_text, at, wid
     seen = []
     for events in engine.stream(Request(prompt_ids=PROMPT, max_new_tokens=60, stop_ids=stop, width=width)):
         seen += [event.token_id for event in events]
-    done = run_one(engine_with(model, oracle(model, ar_text)), prompt_ids=PROMPT, max_new_tokens=60, stop_ids=stop, width=width)
+    done = run_one(
+        engine_with(model, oracle(model, ar_text)),
+        prompt_ids=PROMPT,
+        max_new_tokens=60,
+        stop_ids=stop,
+        width=width,
+    )
     assert seen == list(done.token_ids) == ar_text[: first + 1]
     assert done.finish_reason == "stop" and done.stop == ar_text[at]
 
@@ -106,7 +121,9 @@ def test_s01_the_bonus_token_is_the_end(monkeypatch):
     text = plain_ids(model, [1], 30)
     target = hf_target(model)
     draft = Continuation(draft_config(target.facts), [[1, *text]])
-    done = run_one(Engine(target, draft), prompt_ids=[1], max_new_tokens=30, stop_ids=frozenset({text[8]}), width=8)
+    done = run_one(
+        Engine(target, draft), prompt_ids=[1], max_new_tokens=30, stop_ids=frozenset({text[8]}), width=8
+    )
     assert done.events[-1].kind == "bonus" and list(done.token_ids) == text[:9]
     assert done.stats.num_clipped_tokens == 0
 
@@ -118,7 +135,9 @@ def test_s03_the_length_limit_is_exact_and_the_text_can_be_continued(model, ar_t
     done = run_one(engine, prompt_ids=PROMPT, max_new_tokens=limit, stop_ids=NO_STOP, width=width)
     assert list(done.token_ids) == ar_text[:limit] and done.finish_reason == "length"
     again = Engine(hf_target(model), oracle(model, ar_text))
-    more = run_one(again, prompt_ids=PROMPT + ar_text[:limit], max_new_tokens=30, stop_ids=NO_STOP, width=width)
+    more = run_one(
+        again, prompt_ids=PROMPT + ar_text[:limit], max_new_tokens=30, stop_ids=NO_STOP, width=width
+    )
     assert list(more.token_ids) == ar_text[limit : limit + 30]
 
 
@@ -229,7 +248,7 @@ def test_s17_off_is_off_and_visible(model, ar_text):
 
 def test_s17_demanded_speculation_without_a_draft_is_an_error_and_optional_says_why(model):
     engine = Engine(hf_target(model), None, draft_off_reason="the draft was left out: it does not fit")
-    with pytest.raises(RequestError, match="demanded.*does not fit"):
+    with pytest.raises(RequestError, match=r"demanded.*does not fit"):
         engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=4, speculate=True))
     with pytest.raises(RequestError, match="width is 4"):
         engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=4, width=4))

@@ -63,13 +63,13 @@ class PackedLinear(nn.Module):
             raise RuntimeError(
                 "a packed linear layer stays on its device and dtype: move the model, then pack"
             )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         return self
 
 
 def can_pack(linear: nn.Module) -> bool:
     """Whether this layer has a packed form here: a plain ``nn.Linear`` on the CPU in float32 or bfloat16."""
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    has_onednn: bool = torch.backends.mkldnn.is_available()
     if type(linear) is not nn.Linear or not has_onednn:
         return False
     weight = linear.weight

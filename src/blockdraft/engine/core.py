@@ -85,20 +85,28 @@ class Engine:
             )
         request.sampling.check_vocab(facts.vocab_size)
         if request.num_logprobs is not None and request.num_logprobs > facts.vocab_size:
-            raise RequestError(f"num_logprobs is {request.num_logprobs}; the target has {facts.vocab_size} ids")
+            raise RequestError(
+                f"num_logprobs is {request.num_logprobs}; the target has {facts.vocab_size} ids"
+            )
         if request.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; give the engine one, or use stop_ids")
         if request.speculate is True and self.draft is None:
-            raise RequestError(f"speculation is demanded, but {self.draft_off_reason}; load a draft that fits")
+            raise RequestError(
+                f"speculation is demanded, but {self.draft_off_reason}; load a draft that fits"
+            )
         if request.width is not None:
             self._check_width(request.width)
 
     def _check_width(self, width: int) -> None:
         if self.draft is None:
-            raise RequestError(f"width is {width}, but {self.draft_off_reason}; drop the width or load a draft")
+            raise RequestError(
+                f"width is {width}, but {self.draft_off_reason}; drop the width or load a draft"
+            )
         trained = self.draft.config.block_size
         if width > trained:
-            raise RequestError(f"width is {width}; the draft was trained for at most {trained}; use 2 to {trained}")
+            raise RequestError(
+                f"width is {width}; the draft was trained for at most {trained}; use 2 to {trained}"
+            )
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request now; its row is free at once. A finished ticket stays as it is."""
@@ -168,7 +176,11 @@ class Engine:
         speculates = self.draft is not None and request.speculate is not False
         reason = None
         if not speculates:
-            reason = "the request asked for plain decoding" if request.speculate is False else self.draft_off_reason
+            reason = (
+                "the request asked for plain decoding"
+                if request.speculate is False
+                else self.draft_off_reason
+            )
         width = 1
         if self.draft is not None and speculates:
             width = self.draft.config.block_size if request.width is None else request.width

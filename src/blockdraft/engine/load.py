@@ -24,7 +24,12 @@ from blockdraft.text import load_tokenizer
 __all__ = ["DTYPES", "SpeculationMode", "builtin_draft", "load"]
 
 SpeculationMode = Literal["required", "optional", "off"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 BUILTIN_NAME = "smollm2-135m"
 
 
@@ -65,7 +70,11 @@ def load(
         model, reason = _load_draft(draft_folder, target_folder, dtype, device, speculation)
     taps = () if model is None else model.config.target_layer_ids
     loaded = load_target(
-        target_folder, tap_layer_ids=taps, dtype=DTYPES[dtype], device=device, trust_remote_code=trust_remote_code
+        target_folder,
+        tap_layer_ids=taps,
+        dtype=DTYPES[dtype],
+        device=device,
+        trust_remote_code=trust_remote_code,
     )
     if model is not None:
         check_pair(model.config, loaded.facts)

@@ -15,7 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.accept import OneHot, Sparse, TokenLogprobs, accept, accept_greedy, greedy_ids, logprobs, target_distribution
+from blockdraft.accept import (
+    OneHot,
+    Sparse,
+    TokenLogprobs,
+    accept,
+    accept_greedy,
+    greedy_ids,
+    logprobs,
+    target_distribution,
+)
 from blockdraft.draft import DraftCache, DraftModel, Proposal
 from blockdraft.engine.request import TokenKind
 from blockdraft.engine.row import RunningRow, now_s
@@ -32,7 +41,9 @@ def decode_step(rows: Sequence[RunningRow], target: Target, draft: DraftModel | 
     proposals = _propose(rows, widths, target, draft)
     blocks = [_block(row, proposal) for row, proposal in zip(rows, proposals, strict=True)]
     scored = target.forward(blocks, [row.target_row for row in rows])
-    decisions = [_accept(row, proposal, s.logits_TV) for row, proposal, s in zip(rows, proposals, scored, strict=True)]
+    decisions = [
+        _accept(row, proposal, s.logits_TV) for row, proposal, s in zip(rows, proposals, scored, strict=True)
+    ]
     num_emitted = [
         _commit(row, proposal, *decision, s.logits_TV)
         for row, proposal, decision, s in zip(rows, proposals, decisions, scored, strict=True)
@@ -115,7 +126,10 @@ def _block(row: RunningRow, proposal: Proposal | None) -> Tensor:
 def _accept(row: RunningRow, proposal: Proposal | None, logits_TV: Tensor) -> tuple[int, int]:
     """(num_accepted, next id) for one row; the one place of a step that waits for the device."""
     ids_G = [] if proposal is None else proposal.ids_G.tolist()
-    params, decide = row.request.sampling, greedy_ids if row.request.sampling.is_greedy else target_distribution
+    params, decide = (
+        row.request.sampling,
+        greedy_ids if row.request.sampling.is_greedy else target_distribution,
+    )
     decided = decide(
         logits_TV,
         params,
@@ -136,7 +150,7 @@ def _commit(
 ) -> int:
     accepted = [] if proposal is None else proposal.ids_G[:num_accepted].tolist()
     ids = [*accepted, next_id]
-    kinds: list[TokenKind] = ["accepted"] * num_accepted + ["bonus"]
+    kinds: list[TokenKind] = ["bonus" if index == num_accepted else "accepted" for index in range(len(ids))]
     return row.commit(ids, kinds, _logprobs(row, logits_TV[: len(ids)], ids))
 
 
