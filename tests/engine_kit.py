@@ -140,7 +140,7 @@ class Continuation:
     ) -> None:
         self.config, self.texts, self.wrong = config, [list(t) for t in texts], wrong
         self.max_length = config.max_position_embeddings
-        self.own_head = None
+        self.own_embedding = self.own_head = None
         self.calls = 0
         self._next = 0
         self._caches: list[_Positions] = []

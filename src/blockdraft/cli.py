@@ -7,17 +7,20 @@ Nothing heavy is imported before a command runs.
 
 from __future__ import annotations
 
+import gc
+import io
 import json
+import os
 import sys
-from collections.abc import Iterator
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from blockdraft import __version__
-from blockdraft.errors import BlockdraftError, RequestError, UnavailableError
+from blockdraft.errors import BlockdraftError, RequestError, UnavailableError, shown
 
 if TYPE_CHECKING:
     from blockdraft.engine import Completion, Engine, Request
@@ -25,28 +28,52 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="blockdraft",
     help="Block drafters for speculative decoding: several tokens per step, the target's own text.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-COLOURS = {"first": "36", "accepted": "32", "bonus": "33"}
-MEANINGS = {"first": "first token", "accepted": "accepted proposal", "bonus": "the target's own"}
+COLOURS = {"first": "33", "accepted": "32", "bonus": "33"}
+LEGEND = "\x1b[32maccepted proposals\x1b[0m and \x1b[33mthe target's own tokens\x1b[0m"
+MAX_THREADS = 1024
+# typer does not export the base of everything it says about a wrong command line; its child it does.
+UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def main() -> None:
     """Entry point of the `blockdraft` command."""
+    _prepare_process()
     try:
-        app()
+        code = app(args=sys.argv[1:] or ["--help"], prog_name="blockdraft", standalone_mode=False)
+        sys.stdout.flush()
+    except UsageError as error:
+        command = error.ctx.command_path if error.ctx is not None else "blockdraft"
+        raise SystemExit(_refused(f"{error.format_message().rstrip('.')}; see {command} --help")) from None
     except BlockdraftError as error:
-        print(f"blockdraft: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(_refused(str(error))) from None
     except BrokenPipeError:
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
         raise SystemExit(141) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    except SystemExit:  # typer's answer to a closed pipe, and to nothing else in this mode
+        raise SystemExit(141) from None
+    raise SystemExit(code or 0)
+
+
+def _prepare_process() -> None:
+    """Leave stderr to our own lines, and let no character that a terminal lacks end the program."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _refused(message: str) -> int:
+    print(f"blockdraft: {' '.join(message.split())}", file=sys.stderr)
+    return 2
 
 
 def _show_version(value: bool) -> None:
@@ -58,50 +85,57 @@ def _show_version(value: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     pass
 
 
-# ---- generate ------------------------------------------------------------------------------------------------------------
+# ---- generate ----------------------------------------------------------------------------------------------------
 @app.command()
 def generate(
     words: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Argument(metavar="[DRAFT] [PROMPT]", help="A draft (with --target) and a prompt; no prompt reads stdin."),
     ] = None,
-    target: Annotated[Optional[str], typer.Option(help="Target: folder or hub id. Without it, the built-in pair.")] = None,
+    target: Annotated[str | None, typer.Option(help="Target: folder or hub id. Without it, the built-in pair.")] = None,
     prompts: Annotated[
-        Optional[Path], typer.Option(help='JSONL file, a {"prompt": ...} or {"messages": [...]} per line; - is stdin.')
+        Path | None,
+        typer.Option(help='JSONL file, a {"prompt": ...} or {"messages": [...]} per line; - is stdin.'),
     ] = None,
-    system: Annotated[Optional[str], typer.Option(help="System message of the chat.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as plain text, without the chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as plain text, without the chat template.")
+    ] = False,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Plain first, then with the draft; same text?")] = False,
-    width: Annotated[Optional[int], typer.Option(help="Block width (anchor + proposals), 2 to the trained one.")] = None,
+    width: Annotated[int | None, typer.Option(help="Block width (anchor + proposals), 2 to the trained one.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length limit in tokens.")] = 256,
     min_new_tokens: Annotated[int, typer.Option(help="No stop before so many tokens.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[Optional[int], typer.Option(help="Sample among so many tokens.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among so many tokens.")] = None,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this mass.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Least probability relative to the likeliest token.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Over prompt and text; 1 is off.")] = 1.0,
     frequency_penalty: Annotated[float, typer.Option(help="Per occurrence in the text; 0 is off.")] = 0.0,
     presence_penalty: Annotated[float, typer.Option(help="For tokens that occur in the text; 0 is off.")] = 0.0,
-    logit_bias: Annotated[Optional[list[str]], typer.Option(help="ID=BIAS; may be repeated.")] = None,
-    stop: Annotated[Optional[list[str]], typer.Option(help="Stop string; may be repeated.")] = None,
-    stop_id: Annotated[Optional[list[int]], typer.Option(help="Stop id instead of the target's; may be repeated.")] = None,
-    seed: Annotated[Optional[int], typer.Option(help="Same seed, same tokens.")] = None,
-    logprobs: Annotated[Optional[int], typer.Option(help="With --json: log-probabilities and the N likeliest.")] = None,
+    logit_bias: Annotated[list[str] | None, typer.Option(help="ID=BIAS; may be repeated.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    stop_id: Annotated[list[int] | None, typer.Option(help="Stop id instead of the target's; may be repeated.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities and the N likeliest.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
-    threads: Annotated[Optional[int], typer.Option(help="CPU threads.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that a target brings.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that a target brings.")
+    ] = False,
 ) -> None:
     """Watch tokens arrive, coloured by how they were won."""
     from blockdraft.accept import SamplingParams
+    from blockdraft.engine import Request
 
     draft, prompt = _draft_and_prompt(words or [], target, no_draft, prompts)
     if compare and (no_draft or as_json):
@@ -120,28 +154,31 @@ def generate(
         presence_penalty=presence_penalty,
         logit_bias=_biases(logit_bias or []),
     )
-    asked = _read_prompts(prompt, prompts, system, raw)
-    settings = {
+    settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "min_new_tokens": min_new_tokens,
         "sampling": sampling,
-        "stop_ids": None if not stop_id else frozenset(stop_id),
+        "stop_ids": frozenset(stop_id) if stop_id else None,
         "stop_strings": tuple(stop or ()),
         "seed": seed,
         "num_logprobs": logprobs,
         "width": width,
-        "speculate": None if width is None and not no_draft else not no_draft,
+        "speculate": False if no_draft else None if width is None else True,
     }
+    Request(prompt_ids=(0,), **settings)  # what is wrong with the options is said before anything is loaded
+    asked = _read_prompts(prompt, prompts, system, raw)
     engine = _engine(draft, target, dtype, device, threads, no_draft, trust_remote_code)
     requests = [_request(engine, item, settings) for item in asked]
+    for request in requests:
+        engine.check(request)
     if as_json:
         for completion in engine.run(requests):
             print(json.dumps(_as_json(completion), ensure_ascii=False), flush=True)
     elif compare:
         _compare(engine, requests)
     else:
-        for request in requests:
-            _watch(engine, request)
+        for number, request in enumerate(requests):
+            _watch(engine, request, explain=number == 0)
 
 
 @dataclass(frozen=True)
@@ -167,6 +204,10 @@ def _draft_and_prompt(
         )
     if words and prompts is not None:
         raise RequestError("a prompt and --prompts were given; give one of them")
+    if draft is not None and not words and prompts is None and sys.stdin.isatty():
+        raise RequestError(
+            f"no prompt: with --target the first word, {shown(draft)}, names the draft; give the prompt after it"
+        )
     return draft, words[0] if words else None
 
 
@@ -174,13 +215,8 @@ def _read_prompts(prompt: str | None, prompts: Path | None, system: str | None, 
     from blockdraft.text import parse_chat_jsonl
 
     if prompts is not None:
-        if str(prompts) != "-" and not prompts.is_file():
-            raise RequestError(f"--prompts {prompts}: no such file; name a JSONL file, or - for stdin")
-        try:
-            text = sys.stdin.read() if str(prompts) == "-" else prompts.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise RequestError(f"--prompts {prompts}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
-        items = parse_chat_jsonl(text.splitlines())
+        # Not splitlines(): JSON strings may hold other line separators as they are.
+        items = parse_chat_jsonl(_read_text(prompts, "--prompts").split("\n"))
         if raw:
             if any(item.text is None for item in items):
                 raise RequestError('--raw continues plain text; use "prompt" lines, or drop --raw')
@@ -189,12 +225,29 @@ def _read_prompts(prompt: str | None, prompts: Path | None, system: str | None, 
     if prompt is None:
         if sys.stdin.isatty():
             raise RequestError("no prompt; give one in quotes, pipe one in, or use --prompts FILE")
-        prompt = sys.stdin.read().strip("\n")
+        prompt = _read_text(Path("-"), "the prompt").strip("\n")
     if not prompt.strip():
         raise RequestError("the prompt is empty; give some text")
     if raw:
         return [_Asked(prompt, None)]
     return [_Asked(None, _with_system([{"role": "user", "content": prompt}], system))]
+
+
+def _read_text(path: Path, what: str) -> str:
+    """The text of a file, of stdin for "-"; without a byte order mark."""
+    try:
+        if str(path) == "-":
+            source = getattr(sys.stdin, "buffer", None)
+            return sys.stdin.read() if source is None else source.read().decode("utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{what} {path}: not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise RequestError(
+            f"{what} {shown(path)}: {error.strerror or error}; name a JSONL file, or - for stdin"
+        ) from None
 
 
 def _with_system(messages: list[dict[str, str]], system: str | None) -> list[dict[str, str]]:
@@ -206,13 +259,16 @@ def _with_system(messages: list[dict[str, str]], system: str | None) -> list[dic
 
 
 def _biases(words: list[str]) -> dict[int, float]:
-    biases = {}
+    biases: dict[int, float] = {}
     for word in words:
         name, _, value = word.partition("=")
         try:
-            biases[int(name)] = float(value)
+            token_id, bias = int(name), float(value)
         except ValueError:
-            raise RequestError(f"--logit-bias {word}: give ID=BIAS, such as 42=-1.5") from None
+            raise RequestError(f"--logit-bias {shown(word)}: give ID=BIAS, such as 42=-1.5") from None
+        if token_id in biases:
+            raise RequestError(f"--logit-bias names id {token_id} twice; give one of the two")
+        biases[token_id] = bias
     return biases
 
 
@@ -225,23 +281,29 @@ def _engine(
     no_draft: bool,
     trust_remote_code: bool,
 ) -> Engine:
-    if threads is not None:
-        if threads < 1:
-            raise RequestError(f"--threads is {threads}; it must be at least 1")
-        import torch
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        raise RequestError(f"--threads is {threads}; it must be from 1 to {MAX_THREADS}")
+    # Thousands of modules and tensors are made here and none is garbage: collecting them costs a tenth of it.
+    gc.disable()
+    try:
+        if threads is not None:
+            import torch
 
-        torch.set_num_threads(threads)
-    from blockdraft.engine import load
+            torch.set_num_threads(threads)
+        from blockdraft.engine import load
 
-    return load(
-        draft,
-        target,
-        dtype=dtype,
-        device=device,
-        speculation="off" if no_draft else "required",
-        trust_remote_code=trust_remote_code,
-        progress=_note,
-    )
+        return load(
+            draft,
+            target,
+            dtype=dtype,
+            device=device,
+            speculation="off" if no_draft else "required",
+            trust_remote_code=trust_remote_code,
+            progress=_note,
+        )
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _note(line: str) -> None:
@@ -259,71 +321,82 @@ def _request(engine: Engine, asked: _Asked, settings: dict[str, Any]) -> Request
     return Request(prompt_ids=ids, **settings)
 
 
-# ---- showing ---------------------------------------------------------------------------------------------------------------
-def _watch(engine: Engine, request: Request) -> Completion:
-    """Print the text as it is committed, then one line of numbers on stderr."""
-    colour = sys.stdout.isatty()
+# ---- showing -----------------------------------------------------------------------------------------------------
+def _watch(engine: Engine, request: Request, *, explain: bool) -> Completion:
+    """Print the text as it is committed, then one line of numbers on stderr. `explain`: name the colours first."""
     ticket = engine.submit(request)
+    speculates = engine.draft is not None and request.speculate is not False
+    coloured = speculates and _has_colours(sys.stdout)
+    if coloured and explain and _has_colours(sys.stderr):
+        _note(LEGEND)
     for events in engine.follow(ticket):
         for event in events:
             if event.text:
-                print(_painted(event.text, event.kind) if colour else event.text, end="", flush=True)
+                print(_painted(event.text, event.kind) if coloured else event.text, end="", flush=True)
     print(flush=True)
     completion = ticket.completion
     assert completion is not None
-    legend = "  ".join(_painted(MEANINGS[kind], kind) for kind in COLOURS) if colour else ""
-    _note(f"[{_summary(completion)}]" + (f"  {legend}" if legend else ""))
+    _note(f"[{_summary(completion, is_plain_wanted=request.speculate is False)}]")
     return completion
 
 
+def _has_colours(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def _painted(text: str, kind: str) -> str:
-    return "".join(f"\x1b[{COLOURS[kind]}m{part}\x1b[0m" if part.strip() else part for part in _lines(text))
+    """The text in its colour, line by line: no colour reaches over a line end."""
+    return "\n".join(f"\x1b[{COLOURS[kind]}m{part}\x1b[0m" if part.strip() else part for part in text.split("\n"))
 
 
-def _lines(text: str) -> Iterator[str]:
-    yield from text.splitlines(keepends=True)
-
-
-def _summary(completion: Completion) -> str:
+def _summary(completion: Completion, *, is_plain_wanted: bool) -> str:
     from blockdraft.stats import committed_acceptance_length, decode_tok_per_s
 
-    stats = completion.stats
-    per_step = committed_acceptance_length([stats])
-    speed = decode_tok_per_s([stats])
+    stats, speculation = completion.stats, completion.speculation
     parts = [f"{stats.num_emitted_tokens} tokens in {stats.num_steps} steps"]
-    if per_step is not None:
-        parts.append(f"{per_step:.2f} tokens per step")
+    if speculation.enabled or stats.num_draft_tokens:
+        per_step = committed_acceptance_length([stats])
+        if per_step is not None:
+            parts[0] += f", {per_step:.2f} a step"
+        used = f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} proposals accepted"
+        parts.append(used if speculation.width is None else f"{used} (width {speculation.width})")
+    speed = decode_tok_per_s([stats])
     if speed is not None:
         parts.append(f"{speed:.1f} tok/s")
     parts.append(f"prefill {stats.prefill_s * 1000:.0f} ms")
-    if completion.speculation.reason is not None:
-        parts.append(f"no speculation: {completion.speculation.reason}")
-    else:
-        parts.append(f"width {completion.speculation.width}, {stats.num_accepted_draft_tokens} of "
-                     f"{stats.num_draft_tokens} proposals accepted")  # fmt: skip
-    return ", ".join(parts) + f", {completion.finish_reason}"
+    if not speculation.enabled and not is_plain_wanted:
+        parts.append(f"no draft: {speculation.reason}")
+    if completion.finish_reason == "length":
+        parts.append("length limit")
+    return "; ".join(parts)
 
 
 def _compare(engine: Engine, requests: list[Request]) -> None:
     from blockdraft.stats import committed_acceptance_length, decode_tok_per_s
 
     plain, drafted = [], []
-    for request in requests:
+    for number, request in enumerate(requests):
         _note("--- plain decoding")
-        plain.append(_watch(engine, replace(request, speculate=False, width=None)))
+        plain.append(_watch(engine, replace(request, speculate=False, width=None), explain=False))
         _note("--- with the draft")
-        drafted.append(_watch(engine, replace(request, speculate=True)))
+        drafted.append(_watch(engine, replace(request, speculate=True), explain=number == 0))
     same = sum(a.token_ids == b.token_ids for a, b in zip(plain, drafted, strict=True))
+    is_greedy = requests[0].sampling.is_greedy
+    if not is_greedy:
+        verdict = "two samples of one distribution"
+    elif same == len(requests):
+        verdict = "the same text"
+    else:
+        verdict = f"the same text for {same} of {len(requests)} prompts"
     rates = [decode_tok_per_s([c.stats for c in side]) for side in (plain, drafted)]
     steps = committed_acceptance_length([c.stats for c in drafted])
-    verdict = "the same text" if same == len(requests) else f"the same text for {same} of {len(requests)} prompts"
-    line = f"--- {verdict}"
     if steps is not None and rates[0] and rates[1]:
-        line += f"; {steps:.2f} tokens per step; {rates[0]:.1f} tok/s plain, {rates[1]:.1f} tok/s with the draft"
-        line += f" ({rates[1] / rates[0]:.2f}x)"
-    _note(line)
-    if requests[0].sampling.is_greedy and same < len(requests):
-        _note("    greedy texts part where two tokens are equally likely up to rounding; float64 is the judge")
+        ratio = rates[1] / rates[0]
+        verdict += f"; {steps:.2f} tokens a step; {rates[0]:.1f} tok/s plain, {rates[1]:.1f} with the draft"
+        verdict += f" ({ratio:.2f}x)"
+    _note(f"--- {verdict}")
+    if is_greedy and same < len(requests):
+        _note("    greedy texts part where two tokens are equal up to rounding; --dtype float64 is the judge")
 
 
 def _as_json(completion: Completion) -> dict[str, Any]:
@@ -353,11 +426,11 @@ def _as_json(completion: Completion) -> dict[str, Any]:
     return shown
 
 
-# ---- inspect and pull --------------------------------------------------------------------------------------------------------
+# ---- inspect and pull --------------------------------------------------------------------------------------------
 @app.command()
 def inspect(
     draft: Annotated[str, typer.Argument(metavar="DRAFT", help="Folder, config.json or hub id of a draft.")],
-    target: Annotated[Optional[str], typer.Option(help="Target: folder, config.json or hub id.")] = None,
+    target: Annotated[str | None, typer.Option(help="Target: folder, config.json or hub id.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
 ) -> None:
     """What is this checkpoint, does it fit the target, what will it cost. Needs no torch, reads no weights."""
@@ -376,7 +449,7 @@ def pull(
 ) -> None:
     """Fetch a ready pair: check it, convert it once, and say where it is."""
     if name != "smollm2-135m":
-        raise UnavailableError(f"no ready pair {name!r}; there is smollm2-135m")
+        raise UnavailableError(f"no ready pair {shown(name)}; there is smollm2-135m")
     from blockdraft.engine.load import builtin_draft
     from blockdraft.targets.smollm2 import ensure_target
 

@@ -36,3 +36,9 @@ class RequestError(BlockdraftError):
 
 class UnavailableError(BlockdraftError):
     """An extra, a device or a download that is needed and not there."""
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A value from outside as it stands in a message: quoted, on one line, cut to `limit` characters."""
+    text = str(value)
+    return repr(text if len(text) <= limit else text[: limit - 3] + "...")

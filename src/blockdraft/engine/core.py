@@ -6,20 +6,34 @@ Owns admission, the order of work and the lifetime of rows. The maths of a step 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from blockdraft.config import check_pair
+from blockdraft.config import DraftConfig, TargetFacts, check_pair
 from blockdraft.draft import DraftModel
 from blockdraft.engine.request import Completion, Request, TokenEvent
 from blockdraft.engine.row import RunningRow, now_s
 from blockdraft.engine.step import decode_step, first_token, prefill
-from blockdraft.errors import RequestError
+from blockdraft.errors import PairError, RequestError
 from blockdraft.targets import Target
 from blockdraft.text import StopScanner, Tokenizer
 
 __all__ = ["Engine", "Ticket"]
+
+
+def check_fit(draft: DraftConfig, target: TargetFacts, *, own: Collection[str]) -> None:
+    """Raise PairError if the engine cannot run this pair. `own` names the tensors that the draft brings itself."""
+    check_pair(
+        draft,
+        target,
+        has_own_embedding="embed_tokens.weight" in own,
+        has_own_head="lm_head.weight" in own,
+    )
+    if draft.vocab_size != target.vocab_size:  # a rule that a config alone leaves open; ids must mean the same
+        raise PairError(
+            f"the draft has {draft.vocab_size} ids and the target {target.vocab_size}; use a draft made for it"
+        )
 
 
 class Ticket:
@@ -53,8 +67,12 @@ class Engine:
         prefill_chunk_size: int = 512,
     ) -> None:
         if draft is not None:
-            check_pair(draft.config, target.facts)
+            own = {"embed_tokens.weight": draft.own_embedding, "lm_head.weight": draft.own_head}
+            check_fit(draft.config, target.facts, own=[name for name, value in own.items() if value is not None])
             assert tuple(target.tap_layer_ids) == tuple(draft.config.target_layer_ids)
+        for name, value in (("max_rows", max_rows), ("prefill_chunk_size", prefill_chunk_size)):
+            if type(value) is not int or value < 1:
+                raise RequestError(f"{name} is {value!r}; it must be a whole number of at least 1")
         self.target, self.draft, self.tokenizer = target, draft, tokenizer
         self.draft_off_reason = draft_off_reason
         self.max_rows, self.prefill_chunk_size = max_rows, prefill_chunk_size
@@ -84,29 +102,25 @@ class Engine:
                 f"prompt_ids holds {highest}; the target has {facts.vocab_size} ids; use the target's tokenizer"
             )
         request.sampling.check_vocab(facts.vocab_size)
-        if request.num_logprobs is not None and request.num_logprobs > facts.vocab_size:
+        if request.stop_ids and max(request.stop_ids) >= facts.vocab_size:
             raise RequestError(
-                f"num_logprobs is {request.num_logprobs}; the target has {facts.vocab_size} ids"
+                f"stop_ids holds {max(request.stop_ids)}; the target has ids 0 to {facts.vocab_size - 1}; remove it"
             )
+        if request.num_logprobs is not None and request.num_logprobs > facts.vocab_size:
+            raise RequestError(f"num_logprobs is {request.num_logprobs}; the target has {facts.vocab_size} ids")
         if request.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; give the engine one, or use stop_ids")
         if request.speculate is True and self.draft is None:
-            raise RequestError(
-                f"speculation is demanded, but {self.draft_off_reason}; load a draft that fits"
-            )
+            raise RequestError(f"speculation is demanded, but {self.draft_off_reason}; load a draft that fits")
         if request.width is not None:
             self._check_width(request.width)
 
     def _check_width(self, width: int) -> None:
         if self.draft is None:
-            raise RequestError(
-                f"width is {width}, but {self.draft_off_reason}; drop the width or load a draft"
-            )
+            raise RequestError(f"width is {width}, but {self.draft_off_reason}; drop the width or load a draft")
         trained = self.draft.config.block_size
         if width > trained:
-            raise RequestError(
-                f"width is {width}; the draft was trained for at most {trained}; use 2 to {trained}"
-            )
+            raise RequestError(f"width is {width}; the draft was trained for at most {trained}; use 2 to {trained}")
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request now; its row is free at once. A finished ticket stays as it is."""
@@ -176,11 +190,7 @@ class Engine:
         speculates = self.draft is not None and request.speculate is not False
         reason = None
         if not speculates:
-            reason = (
-                "the request asked for plain decoding"
-                if request.speculate is False
-                else self.draft_off_reason
-            )
+            reason = "the request asked for plain decoding" if request.speculate is False else self.draft_off_reason
         width = 1
         if self.draft is not None and speculates:
             width = self.draft.config.block_size if request.width is None else request.width

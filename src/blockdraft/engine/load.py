@@ -5,6 +5,7 @@ Owns which draft and target are meant when none is named, and what happens when 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -12,10 +13,9 @@ from typing import Literal
 
 import torch
 
-from blockdraft.config import check_pair
 from blockdraft.draft import DraftModel
-from blockdraft.engine.core import Engine
-from blockdraft.errors import BlockdraftError, PairError, RequestError
+from blockdraft.engine.core import Engine, check_fit
+from blockdraft.errors import BlockdraftError, PairError, RequestError, UnavailableError
 from blockdraft.formats import zlab
 from blockdraft.formats.source import locate
 from blockdraft.targets import ensure_target, load_target
@@ -51,51 +51,63 @@ def load(
 ) -> Engine:
     """An engine for a pair; without names, for the built-in one.
 
-    `speculation`: "required" makes a draft that does not fit an error; "optional" goes on without it and says so in
-    every completion; "off" loads no draft. `dtype` holds for both halves. `progress` is called with one short line as
-    each stage of a first-time fetch begins.
+    `speculation`: "required" makes a draft that does not fit, or is not there, an error; "optional" goes on without
+    it and says so in every completion; "off" loads no draft. `dtype` holds for both halves. `progress` is called with
+    one short line as each stage of a first-time fetch begins.
     """
     if speculation not in ("required", "optional", "off"):
         raise RequestError(f'speculation is {speculation!r}; allowed are "required", "optional" and "off"')
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise RequestError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
+    place = _checked_device(device)
     if draft is not None and target is None:
         raise PairError(f"draft {draft} needs its target; name it with target (--target on the command line)")
-    if draft is None and target is not None and speculation != "off":
+    if draft is None and target is not None and speculation == "required":
         raise PairError(f"target {target} has no draft; name one, or turn speculation off (--no-draft)")
     target_folder = ensure_target(progress=progress) if target is None else locate(target, what="target")
-    draft_folder = builtin_draft() if draft is None else locate(draft, what="draft")
     model, reason = None, "speculation is switched off"
     if speculation != "off":
-        model, reason = _load_draft(draft_folder, target_folder, dtype, device, speculation)
-    taps = () if model is None else model.config.target_layer_ids
+        try:
+            model = _load_draft(draft, target_folder, place, dtype, is_builtin=target is None)
+        except BlockdraftError as error:
+            if speculation == "required":
+                raise
+            reason = f"the draft was left out: {error}"
     loaded = load_target(
         target_folder,
-        tap_layer_ids=taps,
+        tap_layer_ids=() if model is None else model.config.target_layer_ids,
         dtype=DTYPES[dtype],
-        device=device,
+        device=place,
         trust_remote_code=trust_remote_code,
     )
-    if model is not None:
-        check_pair(model.config, loaded.facts)
-    return Engine(
-        loaded, model, tokenizer=load_tokenizer(target_folder), draft_off_reason=reason, max_rows=max_rows
-    )
+    tokenizer = load_tokenizer(target_folder)
+    return Engine(loaded, model, tokenizer=tokenizer, draft_off_reason=reason, max_rows=max_rows)
 
 
 def _load_draft(
-    folder: Path, target_folder: Path, dtype: str, device: str, speculation: SpeculationMode
-) -> tuple[DraftModel | None, str]:
+    draft: str | Path | None, target_folder: Path, device: torch.device, dtype: str, *, is_builtin: bool
+) -> DraftModel:
     from blockdraft.inspection import read_target_facts
 
-    try:
-        checkpoint = zlab.read(folder)
-        check_pair(checkpoint.config, read_target_facts(target_folder))
-    except BlockdraftError as error:
-        if speculation == "required":
-            raise
-        return None, f"the draft was left out: {error}"
+    if draft is None and not is_builtin:
+        raise PairError("no draft was named for this target")
+    facts = read_target_facts(target_folder)
+    checkpoint = zlab.read(builtin_draft() if draft is None else locate(draft, what="draft"))
+    check_fit(checkpoint.config, facts, own=checkpoint.tensors)
     model = DraftModel.from_checkpoint(checkpoint, dtype=DTYPES[dtype], device=device)
-    if device == "cpu" and dtype in ("float32", "bfloat16"):
+    if device.type == "cpu" and dtype in ("float32", "bfloat16"):
         model.pack_()
-    return model, ""
+    return model
+
+
+def _checked_device(device: str) -> torch.device:
+    """The device of "cpu", "cuda" or "cuda:N"; an error for one that is unknown or not here."""
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", device) if isinstance(device, str) else None
+    if match is None:
+        raise RequestError(f'device is {device!r}; allowed are "cpu", "cuda" and "cuda:N"')
+    if device == "cpu":
+        return torch.device(device)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(match[1] or 0) >= count:
+        raise UnavailableError(f"device is {device!r}, and this machine has {count} CUDA devices; use cpu")
+    return torch.device(device)

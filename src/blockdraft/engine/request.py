@@ -13,6 +13,7 @@ from typing import Literal
 from blockdraft.accept import SamplingParams, TokenLogprobs
 from blockdraft.errors import RequestError
 from blockdraft.stats import RequestStats
+from blockdraft.text import check_stop
 
 __all__ = ["Completion", "FinishReason", "Request", "Speculation", "TokenEvent", "TokenKind"]
 
@@ -53,8 +54,11 @@ class Request:
             )
         if self.stop_ids is not None:
             object.__setattr__(self, "stop_ids", frozenset(_checked_ids("stop_ids", tuple(self.stop_ids))))
+        object.__setattr__(self, "stop_strings", check_stop(self.stop_strings))
         if self.seed is not None:
             _count("seed", self.seed, least=0)
+            if self.seed >= 2**63:
+                raise RequestError(f"seed is {self.seed}; it must be below 2**63")
         if self.speculate not in (True, False, None):
             raise RequestError(f"speculate is {self.speculate!r}; it is true, false or not given")
         if self.width is not None:

@@ -5,14 +5,16 @@ Knows no file's content.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from blockdraft.errors import CheckpointError, UnavailableError
+from blockdraft.errors import CheckpointError, UnavailableError, shown
 
 __all__ = ["locate"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_CONFIGS = ("config.json", "generation_config.json")
 _WANTED = ("*.json", "*.safetensors", "mask_embedding.pt", "*.jinja", "*.model")
 
 
@@ -21,19 +23,22 @@ def locate(source: str | Path, *, what: str, config_only: bool = False) -> Path:
 
     Raises CheckpointError for a path that is not there and UnavailableError for a hub id that cannot be fetched.
     """
-    path = Path(source).expanduser()
-    if path.exists():
+    name = str(source)
+    if not name.strip():
+        raise CheckpointError(f"{what} is given as {name!r}; name a folder or a hub id (owner/name)")
+    # os.path and not pathlib: a prompt in the place of a path is too long a name, which pathlib raises for.
+    path = Path(os.path.expanduser(name))
+    if os.path.exists(path):
         return path
-    if not _HUB_ID.fullmatch(str(source)):
-        raise CheckpointError(f"{what} {source}: no such folder, and not a hub id (owner/name); check the path")
+    if not _HUB_ID.fullmatch(name):
+        raise CheckpointError(f"{what} {shown(name)}: no such folder, and not a hub id (owner/name); check the path")
     from huggingface_hub import snapshot_download
 
     try:
-        wanted = ["config.json"] if config_only else list(_WANTED)
-        return Path(snapshot_download(str(source), allow_patterns=wanted))
-    except Exception as error:  # the hub client has no common base for "not there", "no network" and "not allowed"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return Path(snapshot_download(name, allow_patterns=list(_CONFIGS if config_only else _WANTED)))
+    except Exception as error:  # the hub's client has no common base for "not there" and "not allowed"
+        reason = " ".join(str(error).split()) or "no reason given"
         raise UnavailableError(
-            f"{what} {source}: no such folder, and the hub gave nothing ({type(error).__name__}: {reason[:160]}); "
-            "check the id and the network, or give a local folder"
+            f"{what} {shown(name)}: no such folder, and the hub gave nothing ({type(error).__name__}: "
+            f"{reason[:160]}); check the id and the network, or give a local folder"
         ) from None

@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
@@ -99,9 +100,7 @@ class HFTarget:
         owned = self._owned(row)
         owned.cache, owned.length, owned.num_last = None, 0, 0
 
-    def forward(
-        self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None
-    ) -> list[Scored]:
+    def forward(self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None) -> list[Scored]:
         """One ``Scored`` per row; rows are run one after another, and on an error every row is as it was."""
         owned = [self._owned(row) for row in rows]
         self._check_call(ids, owned, num_logits)
@@ -174,10 +173,8 @@ class HFTarget:
         row.length += num_new
         row.num_last = num_new
         with torch.no_grad():
-            if inner is None:
-                logits_TV = self._embedding.new_empty((0, self.facts.vocab_size))
-            else:
-                logits_TV = inner[0].clone()
+            empty_0V = self._embedding.new_empty((0, self.facts.vocab_size))
+            logits_TV = empty_0V if inner is None else inner[0].clone()
             if self.tap_layer_ids:
                 taps_TNE = torch.stack([capture.outputs[i][0] for i in self.tap_layer_ids], dim=1)
             else:
@@ -242,18 +239,22 @@ def load_target(
     _check_folder(source)
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise UnavailableError(
-            f"device {device!r} was asked for and no CUDA device is here: use device 'cpu'"
-        )
+        raise UnavailableError(f"device {device!r} was asked for and no CUDA device is here: use device 'cpu'")
     config = _read(AutoConfig, source, trust_remote_code=trust_remote_code)
     facts = _declared_facts(config)
     _checked_taps(tap_layer_ids, facts.num_layers)
-    model = _read(
+    model, found = _read(
         AutoModelForCausalLM,
         source,
         dtype="auto" if dtype is None else dtype,
         trust_remote_code=trust_remote_code,
+        output_loading_info=True,
     )
+    if missing := sorted(found["missing_keys"]):  # transformers fills them with random numbers
+        raise CheckpointError(
+            f"{source} lacks {len(missing)} tensors of a {facts.model_type} model ({', '.join(missing[:3])}"
+            f"{', ...' if len(missing) > 3 else ''}): fetch it again, or correct its config.json"
+        )
     model.requires_grad_(False)
     model.to(place)
     can_pack = place.type == "cpu" and not hasattr(config, "quantization_config")
@@ -361,14 +362,27 @@ def _read(loader: Any, source: str, **kwargs: Any) -> Any:
     path = Path(source).expanduser()
     is_local = path.is_dir()
     try:
-        return loader.from_pretrained(str(path) if is_local else source, **kwargs)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        with _no_progress_bar():
+            return loader.from_pretrained(str(path) if is_local else source, **kwargs)
+    except Exception as error:  # configs and weights that make no sense raise anything, bare Exception included
         reason = " ".join(str(error).split())[:200]
         if is_local:
-            raise CheckpointError(
-                f"{source} cannot be loaded as a causal language model: {reason}"
-            ) from error
+            raise CheckpointError(f"{source} cannot be loaded as a causal language model: {reason}") from error
         raise UnavailableError(
             f"target {source!r} is no local folder and could not be fetched from the hub: check the name and"
             f" the network, or give a local folder ({reason})"
         ) from error
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Loading draws nothing: a library does not write to its caller's terminal."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()

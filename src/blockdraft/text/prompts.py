@@ -42,16 +42,14 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]
     for number, message in enumerate(messages):
         name = f"messages[{number}]"
         if not isinstance(message, Mapping):
-            raise RequestError(
-                f"{name} must be an object with role and content, not {type(message).__name__}"
-            )
+            raise RequestError(f"{name} must be an object with role and content, not {type(message).__name__}")
         _refuse_unknown(message, ("role", "content"), name)
         role, content = message.get("role"), message.get("content")
         if role not in _ROLES:
             raise RequestError(f"{name}: role {role!r} given, allowed are {', '.join(_ROLES)}")
         if not isinstance(content, str):
             raise RequestError(f"{name}: content must be text, not {type(content).__name__}")
-        if role == "user" and not content:
+        if role == "user" and not content.strip():
             raise RequestError(f"{name}: the user message is empty")
         check_unicode(content, f"{name}: content")
         plain.append({"role": str(role), "content": content})
@@ -62,9 +60,7 @@ def parse_chat_jsonl(lines: Iterable[str]) -> list[Prompt]:
     """Prompts of a JSONL file: {"prompt": text} or {"messages": [...]} on every line that is not blank."""
     prompts = [_parse_line(line, number) for number, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
-        raise RequestError(
-            'the prompt file is empty: give one {"prompt": ...} or {"messages": [...]} per line'
-        )
+        raise RequestError('the prompt file is empty: give one {"prompt": ...} or {"messages": [...]} per line')
     return prompts
 
 
@@ -74,6 +70,8 @@ def _parse_line(line: str, number: int) -> Prompt:
         entry = json.loads(line)
     except ValueError as error:
         raise RequestError(f"{where} is not valid JSON: {error}") from error
+    except RecursionError:
+        raise RequestError(f"{where} is not valid JSON: it is nested too deeply") from None
     if not isinstance(entry, dict):
         raise RequestError(f"{where} must be a JSON object, it is a {type(entry).__name__}")
     _refuse_unknown(entry, ("prompt", "messages"), where)
@@ -87,7 +85,7 @@ def _parse_line(line: str, number: int) -> Prompt:
     text = entry["prompt"]
     if not isinstance(text, str):
         raise RequestError(f"{where}: prompt must be text, not {type(text).__name__}")
-    if not text:
+    if not text.strip():
         raise RequestError(f"{where}: the prompt is empty")
     check_unicode(text, f"{where}: prompt")
     return Prompt(number, text, None)
@@ -96,9 +94,7 @@ def _parse_line(line: str, number: int) -> Prompt:
 def _refuse_unknown(entry: Mapping[str, Any], allowed: tuple[str, ...], where: str) -> None:
     for key in entry:
         if key not in allowed:
-            raise RequestError(
-                f"{where}: unknown key {key!r}, allowed are {', '.join(allowed)}{hint(key, allowed)}"
-            )
+            raise RequestError(f"{where}: unknown key {key!r}, allowed are {', '.join(allowed)}{hint(key, allowed)}")
 
 
 def hint(name: object, known: Iterable[str]) -> str:
