@@ -1,22 +1,27 @@
 """Anchors, block labels and the attention of many blocks over one context at once.
 
-Owns what a block may see in training: context strictly before its anchor, and its own rows (spec: the anchor's
-target hidden state does not exist yet when the draft is served). The maths of a block is the draft's.
+Owns what a block may see in training: context strictly before its anchor, and its own rows (the anchor's target
+state does not exist yet when the draft is served). The maths of a block is the draft's own; this file knows no
+losses and no files.
 
-Letters: B sequences, S context positions, K blocks per sequence, L block length, H query heads, J kv heads, A head width.
+Letters: B sequences, S context positions, K blocks per sequence, X = B*K, L block length, H query heads, J kv heads,
+P = H / J query heads per kv head, A head width, N taps, E target width, D draft width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.config import LayerConfig
+from blockdraft.draft.attention import visible
+from blockdraft.draft.model import Attend, DraftModel
+from blockdraft.draft.norm import wide_dtype
 
-__all__ = ["Blocks", "block_attention", "sample_blocks", "visible"]
+__all__ = ["Blocks", "block_attention", "block_hidden", "block_masks", "sample_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +39,31 @@ class Blocks:
 
     @property
     def positions_BKL(self) -> Tensor:
+        """Position of every row: the anchor's, and on."""
         return self.anchors_BK[..., None] + torch.arange(self.ids_BKL.shape[-1])
 
 
 def sample_blocks(
-    ids_BS: Tensor, prompt_len_B: Tensor, len_B: Tensor, *, num_blocks: int, block_size: int, generator: torch.Generator
+    ids_BS: Tensor,
+    prompt_len_B: Tensor,
+    len_B: Tensor,
+    *,
+    num_blocks: int,
+    block_size: int,
+    generator: torch.Generator,
 ) -> Blocks:
     """Blocks at anchors drawn without regard to the block's end; labels past the sequence have weight 0.
 
-    An anchor is a token that the target wrote and that is not the sequence's last one. Where a sequence has fewer
-    than `num_blocks` anchors they repeat.
+    An anchor is a token that the target wrote and that is not the sequence's last one: [prompt_len, len - 1).
+    Where a sequence has fewer than `num_blocks` anchors they repeat.
     """
     num_rows, num_positions = ids_BS.shape
     anchors_BK = torch.empty(num_rows, num_blocks, dtype=torch.long)
     for row in range(num_rows):
-        first, last = int(prompt_len_B[row]), int(len_B[row]) - 2
-        count = last - first + 1
-        order = torch.randperm(count, generator=generator)
-        picked = order.repeat(-(-num_blocks // count))[:num_blocks]
+        first, end = int(prompt_len_B[row]), int(len_B[row]) - 1
+        assert first < end, "a sequence needs at least two tokens of the target's"
+        order = torch.randperm(end - first, generator=generator)
+        picked = order.repeat(-(-num_blocks // len(order)))[:num_blocks]
         anchors_BK[row] = picked.sort().values + first
     positions_BKL = anchors_BK[..., None] + torch.arange(block_size)
     exists_BKL = positions_BKL < len_B[:, None, None]
@@ -62,66 +74,85 @@ def sample_blocks(
     return Blocks(anchors_BK, ids_BKL, weights_BKL)
 
 
-def visible(query_positions: Tensor, key_positions: Tensor, layer: LayerConfig) -> Tensor:
-    """Whether a key at its position may be seen from a query at its position, in one draft layer (broadcasting)."""
-    distance = query_positions - key_positions
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if layer.is_causal:
-        seen &= distance >= 0
-    if layer.window is not None:
-        seen &= distance < layer.window
-        if not layer.is_causal:
-            seen &= -distance < layer.window
-    return seen
+def block_hidden(model: DraftModel, embed_VE: Tensor, taps_BSNE: Tensor, blocks: Blocks) -> Tensor:
+    """hidden_XLD of every block after the final norm, as serving would compute it; gradients flow.
+
+    `embed_VE` is the target's input embedding. Taps at and past an anchor are never read for its block.
+    """
+    length = blocks.ids_BKL.shape[-1]
+    context_BSD = model.fuse(taps_BSNE.to(model.dtype))
+    positions_S = torch.arange(context_BSD.shape[1])
+    context = [model.context_kv(i, context_BSD, positions_S) for i in range(model.config.num_layers)]
+    anchor_ids_X = blocks.ids_BKL[..., 0].flatten()
+    noise_XLD = model.noise(anchor_ids_X, length, lambda ids: F.embedding(ids, embed_VE))
+    attend = block_attention(model.config.layers, context, blocks, model.config.attention.head_dim**-0.5)
+    return model.block_forward(noise_XLD, blocks.positions_BKL.view(-1, length), attend)
+
+
+def block_masks(layer: LayerConfig, blocks: Blocks, num_context: int) -> tuple[Tensor, Tensor]:
+    """(to_context_BKLS, inside_LL): what each row of each block may see, True = visible."""
+    rows_L = torch.arange(blocks.ids_BKL.shape[-1])
+    key_S = torch.arange(num_context)
+    before_anchor = key_S < blocks.anchors_BK[..., None, None]
+    return before_anchor & visible(blocks.positions_BKL, key_S, layer), visible(rows_L, rows_L, layer)
 
 
 def block_attention(
     layers: tuple[LayerConfig, ...], context: list[tuple[Tensor, Tensor]], blocks: Blocks, scale: float
-) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """The attention closure for training: every block sees its own sequence's context before its anchor, and itself.
+) -> Attend:
+    """The attention closure for training: every block sees its own sequence before its anchor, and itself.
 
-    `context[i]` holds layer i's keys and values [B, S, J, A] of the whole sequence. The closure takes q [B*K, L, H, A]
-    and the block's own k, v [B*K, L, J, A] and returns [B*K, L, H, A]. The (B*K)^2 block-by-block part is never built.
+    `context[i]` holds layer i's keys and values [B, S, J, A] of the whole sequence. The closure takes q [X, L, H, A]
+    and the blocks' own k, v [X, L, J, A] and returns [X, L, H, A]. The X*X block-by-block part is never built.
     """
-    num_rows, num_blocks, length = blocks.ids_BKL.shape
-    query_BKL = blocks.positions_BKL
-    masks: dict[LayerConfig, tuple[Tensor, Tensor]] = {}
-
-    def mask_of(layer: LayerConfig, num_context: int) -> tuple[Tensor, Tensor]:
-        if layer not in masks:
-            key_S = torch.arange(num_context)
-            before_anchor = key_S < blocks.anchors_BK[..., None, None]
-            to_context_BKLS = before_anchor & visible(query_BKL[..., None], key_S, layer)
-            inside_LL = visible(torch.arange(length)[:, None], torch.arange(length), layer)
-            masks[layer] = (
-                torch.zeros(to_context_BKLS.shape).masked_fill(~to_context_BKLS, -torch.inf),
-                torch.zeros(length, length).masked_fill(~inside_LL, -torch.inf),
-            )
-        return masks[layer]
+    num_context = context[0][0].shape[1]
+    masks = {layer: _additive(block_masks(layer, blocks, num_context)) for layer in set(layers)}
 
     def attend(index: int, q_XLHA: Tensor, k_XLJA: Tensor, v_XLJA: Tensor) -> Tensor:
-        keys_BSJA, values_BSJA = context[index]
-        num_heads, width = q_XLHA.shape[-2:]
-        num_kv = k_XLJA.shape[-2]
-        group = num_heads // num_kv
-        context_mask_BKLS, inside_mask_LL = mask_of(layers[index], keys_BSJA.shape[1])
-        q = q_XLHA.view(num_rows, num_blocks, length, num_kv, group, width)
-        k = k_XLJA.view(num_rows, num_blocks, length, num_kv, width)
-        v = v_XLJA.view(num_rows, num_blocks, length, num_kv, width)
-        q_ctx = q.permute(0, 3, 1, 2, 4, 5).reshape(num_rows, num_kv, num_blocks * length * group, width)
-        ctx_scores = q_ctx @ keys_BSJA.permute(0, 2, 3, 1)
-        ctx_scores = ctx_scores.view(num_rows, num_kv, num_blocks, length, group, -1).float() * scale
-        ctx_scores = ctx_scores + context_mask_BKLS[:, None, :, :, None]
-        q_blk = q.permute(0, 3, 1, 2, 4, 5).reshape(num_rows, num_kv, num_blocks, length * group, width)
-        blk_scores = q_blk @ k.permute(0, 3, 1, 4, 2)
-        blk_scores = blk_scores.view(num_rows, num_kv, num_blocks, length, group, length).float() * scale
-        blk_scores = blk_scores + inside_mask_LL[:, None]
-        probs = torch.softmax(torch.cat([ctx_scores, blk_scores], -1), -1).to(values_BSJA.dtype)
-        ctx_probs, blk_probs = probs.split([ctx_scores.shape[-1], length], -1)
-        out = ctx_probs.reshape(num_rows, num_kv, num_blocks * length * group, -1) @ values_BSJA.transpose(1, 2)
-        out = out.view(num_rows, num_kv, num_blocks, length, group, width)
-        own = blk_probs.reshape(num_rows, num_kv, num_blocks, length * group, length) @ v.permute(0, 3, 1, 2, 4)
-        out = out + own.view_as(out)
-        return out.permute(0, 2, 3, 1, 4, 5).reshape(num_rows * num_blocks, length, num_heads, width)
+        return _attend(q_XLHA, k_XLJA, v_XLJA, context[index], masks[layers[index]], scale)
 
     return attend
+
+
+def _additive(masks: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    to_context, inside = (torch.zeros(seen.shape).masked_fill(~seen, -torch.inf) for seen in masks)
+    return to_context, inside
+
+
+def _attend(
+    q_XLHA: Tensor,
+    k_XLJA: Tensor,
+    v_XLJA: Tensor,
+    context_BSJA: tuple[Tensor, Tensor],
+    masks: tuple[Tensor, Tensor],
+    scale: float,
+) -> Tensor:
+    """softmax over [context | own block] of every row; both masks are additive and every row sees itself."""
+    keys_BSJA, values_BSJA = context_BSJA
+    context_mask_BKLS, inside_mask_LL = masks
+    num_rows, num_blocks, length, num_context = context_mask_BKLS.shape
+    num_heads, width = q_XLHA.shape[-2:]
+    num_kv = k_XLJA.shape[-2]
+    group = num_heads // num_kv
+    q_BJKLPA = q_XLHA.view(num_rows, num_blocks, length, num_kv, group, width).permute(0, 3, 1, 2, 4, 5)
+    k_BKLJA = k_XLJA.view(num_rows, num_blocks, length, num_kv, width)
+    v_BKLJA = v_XLJA.view(num_rows, num_blocks, length, num_kv, width)
+    # The query heads of one kv head become rows: keys are read once and never repeated.
+    of_sequence = (num_rows, num_kv, num_blocks * length * group)
+    of_block = (num_rows, num_kv, num_blocks, length * group)
+    shape = q_BJKLPA.shape[:-1]
+    wide = wide_dtype(q_XLHA.dtype)
+
+    to_context = q_BJKLPA.reshape(*of_sequence, width) @ keys_BSJA.permute(0, 2, 3, 1)
+    to_context = to_context.view(*shape, num_context).to(wide) * scale
+    to_context = to_context + context_mask_BKLS[:, None, :, :, None]
+    inside = q_BJKLPA.reshape(*of_block, width) @ k_BKLJA.permute(0, 3, 1, 4, 2)
+    inside = inside.view(*shape, length).to(wide) * scale
+    inside = inside + inside_mask_LL[:, None]
+    probs = torch.softmax(torch.cat([to_context, inside], -1), -1).to(values_BSJA.dtype)
+    context_probs, inside_probs = probs.split([num_context, length], -1)
+
+    out = context_probs.reshape(*of_sequence, num_context) @ values_BSJA.transpose(1, 2)
+    own = inside_probs.reshape(*of_block, length) @ v_BKLJA.permute(0, 3, 1, 2, 4)
+    out_BJKLPA = out.view(q_BJKLPA.shape) + own.view(q_BJKLPA.shape)
+    return out_BJKLPA.permute(0, 2, 3, 1, 4, 5).reshape(num_rows * num_blocks, length, num_heads, width)

@@ -1,14 +1,63 @@
-"""Slot weights and losses of a block drafter, as pure functions.
+"""Slot weights, losses and the restricted output head of a block drafter, as pure functions.
 
-Letters: X blocks, G proposals per block, V rows of the (restricted) head, M selector candidates, R selector rank.
+Knows no model and no files.
+
+Letters: X blocks, G proposals per block, V rows of the (restricted) head, M selector candidates.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["decay_weights", "dpace_weights", "selector_loss", "weighted_mean"]
+__all__ = [
+    "HeadRows",
+    "decay_weights",
+    "dpace_weights",
+    "prefix_length",
+    "selector_loss",
+    "weighted_mean",
+]
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Rows of the output head a step's softmax runs over: all kept ids, and a fresh random sample of the rest.
+
+    ids_V          the rows, kept ones first
+    log_weight_V   corrects for the sampling, so that the partition function is estimated without bias:
+                   log(rest / drawn) on drawn rows, 0 on kept ones
+    index_of       [vocabulary] place of an id in ids_V, -1 where it has none
+    """
+
+    ids_V: Tensor
+    log_weight_V: Tensor
+    index_of: Tensor
+
+    @classmethod
+    def draw(cls, kept: Tensor, vocab_size: int, num_random: int, generator: torch.Generator) -> HeadRows:
+        """Rows `kept` and `num_random` others (all of them where there are fewer), without replacement."""
+        is_rest = torch.ones(vocab_size, dtype=torch.bool)
+        is_rest[kept] = False
+        rest = is_rest.nonzero()[:, 0]
+        drawn = rest[torch.randperm(len(rest), generator=generator)[:num_random]]
+        ids = torch.cat([kept, drawn])
+        log_weight = torch.zeros(len(ids))
+        if len(drawn):
+            log_weight[len(kept) :] = math.log(len(rest) / len(drawn))
+        index_of = torch.full((vocab_size,), -1)
+        index_of[ids] = torch.arange(len(ids))
+        return cls(ids, log_weight, index_of)
+
+    def cross_entropy(self, logits_XGV: Tensor, slots_XG: Tensor) -> Tensor:
+        """nll_XG of the labels at `slots_XG` (a label without a row, -1, gives the number of slot 0: mask it)."""
+        weighted_XGV = logits_XGV + self.log_weight_V
+        nll = F.cross_entropy(weighted_XGV.flatten(0, 1), slots_XG.clamp_min(0).flatten(), reduction="none")
+        return nll.view(slots_XG.shape)
 
 
 def decay_weights(num_proposals: int, gamma: float) -> Tensor:
@@ -17,7 +66,7 @@ def decay_weights(num_proposals: int, gamma: float) -> Tensor:
 
 
 def dpace_weights(nll_XG: Tensor, weights_XG: Tensor, smoothing: float) -> Tensor:
-    """[X, G] detached weights: how much of the expected accepted length depends on each slot (D-PACE, arXiv 2605.18810).
+    """[X, G] detached weights: how much of the expected accepted length hangs on each slot (arXiv 2605.18810).
 
     q = exp(-nll) smoothed to (1-a) q + a; weight of slot j = sum over m >= j of prod over i <= m of q_i.
     A slot without a label ends the block: products past it are 0.
@@ -45,3 +94,9 @@ def selector_loss(
     log_probs_XGM = torch.log_softmax((unary_XGM + edge_XGM).float(), dim=-1)
     nll_XG = -(log_probs_XGM.masked_fill(~is_label_XGM, 0)).sum(-1)
     return nll_XG, hit_XG.float()
+
+
+def prefix_length(right_XG: Tensor, weights_XG: Tensor) -> float:
+    """Mean over blocks of the leading run of right proposals, plus the bonus; teacher-forced, so only a proxy."""
+    run = torch.cumprod(right_XG.float() * weights_XG, -1).sum(-1)
+    return round(float(run.mean()) + 1, 4)

@@ -7,21 +7,46 @@ each field stands in the file.
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from blockdraft.config import ConvConfig, DraftConfig, GqaConfig, LayerConfig, RopeConfig, SelectorConfig, TargetFacts
+from blockdraft.config import (
+    ConvConfig,
+    DraftConfig,
+    GqaConfig,
+    LayerConfig,
+    RopeConfig,
+    SelectorConfig,
+    TargetFacts,
+    require_bool,
+    require_float,
+    require_int,
+)
 from blockdraft.errors import ConfigError
 
-__all__ = ["DraftRecipe", "LossRecipe", "OptimRecipe", "Recipe", "read_recipe"]
+__all__ = [
+    "DraftRecipe",
+    "LossRecipe",
+    "OptimRecipe",
+    "Recipe",
+    "differing_keys",
+    "read_recipe",
+    "recipe_from_dict",
+]
+
+_V2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRecipe:
-    """Shape of the draft; widths that must equal the target's are taken from the target."""
+    """Shape of the draft; widths that must equal the target's are taken from the target.
+
+    The four numbers of convolution and selector are all 0 for a DFlash draft, all above 0 for a DFlash 2 draft.
+    """
 
     num_layers: int
     num_heads: int
@@ -39,8 +64,41 @@ class DraftRecipe:
     selector_rank: int
     selector_top_k: int
 
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+            require_int(f"draft.{name}", getattr(self, name))
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise ConfigError(
+                f"draft.num_heads {self.num_heads}, num_kv_heads {self.num_kv_heads}, head_dim {self.head_dim}: "
+                "num_heads must be a multiple of num_kv_heads, and head_dim even"
+            )
+        require_float("draft.rms_norm_eps", self.rms_norm_eps)
+        require_float("draft.rope_theta", self.rope_theta)
+        require_int("draft.block_size", self.block_size, least=2)
+        require_int("draft.mask_token_id", self.mask_token_id, least=0)
+        require_bool("draft.is_causal", self.is_causal)
+        object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
+        taps = self.target_layer_ids
+        for tap in taps:
+            require_int("an entry of draft.target_layer_ids", tap, least=0)
+        if not taps or list(taps) != sorted(set(taps)):
+            raise ConfigError(f"draft.target_layer_ids is {list(taps)}; list at least one layer, each once, rising")
+        sizes = {name: require_int(f"draft.{name}", getattr(self, name), least=0) for name in _V2_FIELDS}
+        if 0 < sum(size > 0 for size in sizes.values()) < len(sizes):
+            zero = ", ".join(name for name, size in sizes.items() if not size)
+            given = ", ".join(name for name, size in sizes.items() if size)
+            raise ConfigError(
+                f"draft: {given} given while {zero} is 0; convolution and selector come together (DFlash 2), "
+                "or all four are 0 (DFlash)"
+            )
+
     def config(self, target: TargetFacts) -> DraftConfig:
-        """The full draft configuration for this target. conv_kernel_size = 0 makes a DFlash v1 draft."""
+        """The full draft configuration for this target."""
+        if self.mask_token_id in target.eos_token_ids:
+            raise ConfigError(
+                f"draft.mask_token_id is {self.mask_token_id}, an end id of the target; "
+                "choose a control id that ordinary text never contains"
+            )
         is_v2 = self.conv_kernel_size > 0
         return DraftConfig(
             hidden_size=target.hidden_size,
@@ -49,7 +107,10 @@ class DraftRecipe:
             rms_norm_eps=self.rms_norm_eps,
             max_position_embeddings=target.max_length,
             attention=GqaConfig(
-                num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, has_bias=False
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                has_bias=False,
             ),
             layers=(LayerConfig(is_causal=self.is_causal, window=None),) * self.num_layers,
             rope=RopeConfig(theta=self.rope_theta, kind="default", params=()),
@@ -80,6 +141,11 @@ class LossRecipe:
     def __post_init__(self) -> None:
         if self.weighting not in ("dpace", "decay"):
             raise ConfigError(f'loss.weighting is {self.weighting!r}; allowed are "dpace" and "decay"')
+        _fraction("loss.dpace_smoothing", self.dpace_smoothing)
+        require_float("loss.decay_gamma", self.decay_gamma)
+        _not_negative("loss.selector_weight", self.selector_weight)
+        require_int("loss.selector_start_step", self.selector_start_step, least=0)
+        require_int("loss.num_random_head_rows", self.num_random_head_rows, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +169,20 @@ class OptimRecipe:
         if self.autocast not in ("none", "bfloat16"):
             raise ConfigError(f'optim.autocast is {self.autocast!r}; allowed are "none" and "bfloat16"')
         for name in ("num_steps", "sequences_per_step", "blocks_per_sequence"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"optim.{name} is {getattr(self, name)}; it must be at least 1")
+            require_int(f"optim.{name}", getattr(self, name))
+        require_float("optim.learning_rate", self.learning_rate)
+        require_float("optim.max_grad_norm", self.max_grad_norm)
+        _not_negative("optim.weight_decay", self.weight_decay)
+        for name in ("beta1", "beta2"):
+            if _fraction(f"optim.{name}", getattr(self, name)) == 1.0:
+                raise ConfigError(f"optim.{name} is 1.0; it must be below 1")
+        for name in ("warmup_fraction", "decay_fraction", "final_lr_fraction"):
+            _fraction(f"optim.{name}", getattr(self, name))
+        if self.warmup_fraction + self.decay_fraction > 1:
+            raise ConfigError(
+                f"optim.warmup_fraction {self.warmup_fraction:g} + decay_fraction {self.decay_fraction:g} "
+                "is above 1; lower one of them"
+            )
 
     def lr_at(self, step: int) -> float:
         """Learning rate of 0-based `step`."""
@@ -129,8 +207,24 @@ class Recipe:
     loss: LossRecipe
     optim: OptimRecipe
 
+    def __post_init__(self) -> None:
+        require_int("seed", self.seed, least=0)
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed is {self.seed}; it must be below 2^63")
+        require_int("max_length", self.max_length, least=4)
+        require_int("save_every_steps", self.save_every_steps)
+
     def to_dict(self) -> dict[str, Any]:
+        """Plain nested dictionaries; `recipe_from_dict` is the way back."""
         return asdict(self)
+
+    def to_toml(self) -> str:
+        """The text of a recipe file that reads back as this recipe."""
+        tables = {name: value for name, value in self.to_dict().items() if isinstance(value, dict)}
+        lines = [_toml_line(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in tables]
+        for name, table in tables.items():
+            lines += ["", f"[{name}]", *(_toml_line(key, value) for key, value in table.items())]
+        return "\n".join(lines) + "\n"
 
 
 _SECTIONS = {"draft": DraftRecipe, "loss": LossRecipe, "optim": OptimRecipe}
@@ -142,36 +236,83 @@ def read_recipe(path: Path) -> Recipe:
         raise ConfigError(f"{path}: no such recipe; name a TOML file")
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML ({error})") from None
-    return _build(Recipe, raw, path.name)
+    return recipe_from_dict(raw, where=path.name)
+
+
+def recipe_from_dict(raw: Mapping[str, Any], *, where: str) -> Recipe:
+    """The recipe in nested dictionaries; `where` names their source in a message."""
+    recipe = _build(Recipe, raw, where)
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of the settings that two recipe dictionaries do not share."""
+    found = []
+    for key in sorted({*one, *other}):
+        mine, theirs = one.get(key), other.get(key)
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            found += differing_keys(mine, theirs, f"{prefix}{key}.")
+        elif _plain(mine) != _plain(theirs):
+            found.append(prefix + key)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _toml_line(name: str, value: Any) -> str:
+    """One setting as TOML; JSON writes booleans, numbers, strings and flat lists in the same way."""
+    return f"{name} = {json.dumps(value, ensure_ascii=False)}"
+
+
+def _fraction(name: str, value: Any) -> float:
+    number = require_float(name, value, above=None)
+    if not 0 <= number <= 1:
+        raise ConfigError(f"{name} is {number:g}; it must be from 0 to 1")
+    return number
+
+
+def _not_negative(name: str, value: Any) -> None:
+    if require_float(name, value, above=None) < 0:
+        raise ConfigError(f"{name} is {value:g}; it must not be negative")
 
 
 def _build(kind: type[Any], raw: Mapping[str, Any], where: str) -> Any:
     names = {field.name: field for field in fields(kind)}
+    section = next((f"{name}." for name, owner in _SECTIONS.items() if owner is kind), "")
     for key in raw:
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(names)}"
-            raise ConfigError(f"{where}: unknown key {key}{hint}")
+            raise ConfigError(f"{where}: unknown key {section}{key}{hint}")
     values = {}
     for name, field in names.items():
         if name not in raw:
-            raise ConfigError(f"{where}: {name} is missing; every number of a recipe is written down")
+            raise ConfigError(f"{where}: {section}{name} is missing; every number of a recipe is written down")
         values[name] = _value(name, str(field.type), raw[name], where)
-    return kind(**values)
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _value(name: str, kind: str, value: Any, where: str) -> Any:
     if name in _SECTIONS:
-        if not isinstance(value, dict):
+        if not isinstance(value, Mapping):
             raise ConfigError(f"{where}: [{name}] is a table of settings, not {value!r}")
-        return _build(_SECTIONS[name], value, f"{where} [{name}]")
+        return _build(_SECTIONS[name], value, where)
     if kind.startswith("tuple"):
-        if not isinstance(value, list) or not all(type(item) is int for item in value):
+        if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
             raise ConfigError(f"{where}: {name} is a list of whole numbers, not {value!r}")
         return tuple(value)
     allowed: tuple[type, ...] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}[kind]
     if type(value) not in allowed:
         raise ConfigError(f"{where}: {name} is a {kind}, not {value!r}")
-    return float(value) if kind == "float" else value
+    try:
+        return float(value) if kind == "float" else value
+    except OverflowError:
+        raise ConfigError(f"{where}: {name} has {len(str(value))} digits; it is too large") from None

@@ -1,0 +1,123 @@
+"""Anchors, labels and masks of training blocks, against loops over their definitions."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from blockdraft.config import LayerConfig
+from blockdraft.train.blocks import Blocks, block_attention, block_masks, sample_blocks
+
+LAYERS = [
+    LayerConfig(is_causal=is_causal, window=window) for is_causal in (False, True) for window in (None, 1, 2, 3, 7)
+]
+
+
+def a_batch(prompts=(4, 1, 9), lengths=(20, 13, 12)):
+    """Sequences 1, 2, 3, ... so that a token says its own position plus one."""
+    ids_BS = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids_BS[row, :length] = torch.arange(1, length + 1)
+    return ids_BS, torch.tensor(prompts), torch.tensor(lengths)
+
+
+def sample(num_blocks=6, block_size=5, seed=0, **batch) -> Blocks:
+    generator = torch.Generator().manual_seed(seed)
+    return sample_blocks(*a_batch(**batch), num_blocks=num_blocks, block_size=block_size, generator=generator)
+
+
+# ---- anchors and labels ----------------------------------------------------------------------------------------------
+def test_anchors_are_tokens_of_the_target_and_never_its_last() -> None:
+    prompts, lengths = (4, 1, 9), (20, 13, 12)
+    seen = [set() for _ in lengths]
+    for seed in range(60):
+        anchors_BK = sample(seed=seed).anchors_BK
+        assert torch.equal(anchors_BK, anchors_BK.sort().values)
+        for row, anchors in enumerate(anchors_BK.tolist()):
+            seen[row] |= set(anchors)
+    assert seen == [set(range(p, n - 1)) for p, n in zip(prompts, lengths, strict=True)]
+
+
+def test_anchors_repeat_only_where_there_are_too_few() -> None:
+    anchors_BK = sample(num_blocks=6, prompts=(4, 9), lengths=(20, 12)).anchors_BK
+    assert len(set(anchors_BK[0].tolist())) == 6
+    assert sorted(anchors_BK[1].tolist()) == [9, 9, 9, 10, 10, 10]
+
+
+def test_the_label_of_row_k_is_the_token_k_behind_the_anchor() -> None:
+    """S16 (a): with the text 1, 2, 3, ... row k of an anchor at position a predicts a + k + 1."""
+    blocks = sample()
+    for row, length in enumerate((20, 13, 12)):
+        for block, anchor in enumerate(blocks.anchors_BK[row].tolist()):
+            for k in range(5):
+                exists = anchor + k < length
+                assert blocks.ids_BKL[row, block, k] == (anchor + k + 1 if exists else 0)
+                assert blocks.positions_BKL[row, block, k] == anchor + k
+                assert blocks.weights_BKL[row, block, k] == (1 if exists and k > 0 else 0)
+
+
+def test_a_slot_is_trained_iff_the_target_wrote_its_token() -> None:
+    """S16 (c): blocks over the end of a sequence keep their real labels; padding and prompt are never trained."""
+    blocks = sample(num_blocks=40, prompts=(4, 1, 9), lengths=(20, 13, 12))
+    trained = blocks.weights_BKL > 0
+    has_tail_block = (trained.sum(-1) < 4).any(dim=1)
+    assert has_tail_block.all()
+    assert (trained.sum(-1) >= 1).all()
+    for row, (prompt_len, length) in enumerate(((4, 20), (1, 13), (9, 12))):
+        positions = blocks.positions_BKL[row][trained[row]]
+        assert set(positions.tolist()) == set(range(prompt_len + 1, length))
+
+
+def test_the_generator_alone_decides() -> None:
+    assert torch.equal(sample(seed=5).anchors_BK, sample(seed=5).anchors_BK)
+    assert not torch.equal(sample(seed=5).anchors_BK, sample(seed=6).anchors_BK)
+
+
+# ---- visibility ------------------------------------------------------------------------------------------------------
+def may_see(layer: LayerConfig, query: int, key: int) -> bool:
+    distance = query - key
+    if layer.is_causal and distance < 0:
+        return False
+    return layer.window is None or abs(distance) < layer.window
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_masks_equal_a_loop_over_the_rule(layer: LayerConfig) -> None:
+    blocks = sample(num_blocks=4)
+    to_context_BKLS, inside_LL = block_masks(layer, blocks, 20)
+    for row, block, i in itertools.product(range(3), range(4), range(5)):
+        anchor = int(blocks.anchors_BK[row, block])
+        for key in range(20):
+            expected = key < anchor and may_see(layer, anchor + i, key)
+            assert bool(to_context_BKLS[row, block, i, key]) == expected
+        for j in range(5):
+            assert bool(inside_LL[i, j]) == may_see(layer, anchor + i, anchor + j)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_attention_equals_a_loop_over_rows_and_visible_keys(layer: LayerConfig) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    blocks = sample(num_blocks=3, block_size=4, prompts=(0, 2), lengths=(9, 6))
+    num_rows, num_blocks, length = blocks.ids_BKL.shape
+    heads, kv_heads, width, scale = 4, 2, 6, 0.37
+    keys, values = randn(num_rows, 9, kv_heads, width), randn(num_rows, 9, kv_heads, width)
+    q = randn(num_rows * num_blocks, length, heads, width)
+    k, v = (
+        randn(num_rows * num_blocks, length, kv_heads, width),
+        randn(num_rows * num_blocks, length, kv_heads, width),
+    )
+    got = block_attention((layer,), [(keys, values)], blocks, scale)(0, q, k, v)
+    for row, block, i, head in itertools.product(range(num_rows), range(num_blocks), range(length), range(heads)):
+        x, kv = row * num_blocks + block, head // (heads // kv_heads)
+        anchor = int(blocks.anchors_BK[row, block])
+        seen = [(keys[row, s, kv], values[row, s, kv]) for s in range(anchor) if may_see(layer, anchor + i, s)]
+        seen += [(k[x, j, kv], v[x, j, kv]) for j in range(length) if may_see(layer, i, j)]
+        scores = torch.stack([q[x, i, head] @ key * scale for key, _ in seen]).softmax(0)
+        expected = sum(p * value for p, (_, value) in zip(scores, seen, strict=True))
+        torch.testing.assert_close(got[x, i, head], expected, rtol=0, atol=1e-12)

@@ -1,0 +1,146 @@
+"""Small corpora, recipes and drafts for tests of training. Text and taps come from a real (tiny) target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from blockdraft.targets import HFTarget
+from blockdraft.train.blocks import Blocks
+from blockdraft.train.corpus import Corpus, CorpusFacts
+from blockdraft.train.loop import FrozenHead, Trainer
+from blockdraft.train.recipe import DraftRecipe, LossRecipe, OptimRecipe, Recipe
+
+TAPS = (0, 1, 2)
+
+
+def make_recipe(*, draft=None, loss=None, optim=None, **changes) -> Recipe:
+    """A DFlash 2 recipe for `engine_kit.tiny_model`; dictionaries replace fields of the sections."""
+    recipe = Recipe(
+        seed=3,
+        max_length=128,
+        save_every_steps=1000,
+        draft=DraftRecipe(
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            intermediate_size=48,
+            rms_norm_eps=1e-6,
+            rope_theta=10000.0,
+            block_size=5,
+            mask_token_id=0,
+            target_layer_ids=TAPS,
+            is_causal=False,
+            conv_kernel_size=2,
+            conv_group_size=8,
+            selector_rank=4,
+            selector_top_k=4,
+        ),
+        loss=LossRecipe(
+            weighting="dpace",
+            dpace_smoothing=0.5,
+            decay_gamma=4.0,
+            selector_weight=1.0,
+            selector_start_step=5,
+            num_random_head_rows=6,
+        ),
+        optim=OptimRecipe(
+            num_steps=40,
+            sequences_per_step=2,
+            blocks_per_sequence=8,
+            learning_rate=3e-3,
+            beta1=0.9,
+            beta2=0.95,
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            warmup_fraction=0.1,
+            decay_fraction=0.25,
+            final_lr_fraction=0.05,
+            autocast="none",
+        ),
+    )
+    return replace(
+        recipe,
+        draft=replace(recipe.draft, **(draft or {})),
+        loss=replace(recipe.loss, **(loss or {})),
+        optim=replace(recipe.optim, **(optim or {})),
+        **changes,
+    )
+
+
+def written_text(target: HFTarget, prompt: Sequence[int], num_new: int) -> tuple[list[int], Tensor]:
+    """(prompt and greedy continuation, taps of every position; zeros at the last, which was never fed)."""
+    row, ids, taps = target.new_row(), list(prompt), []
+    fed = 0
+    while len(ids) < len(prompt) + num_new:
+        [scored] = target.forward([torch.tensor(ids[fed:])], [row])
+        fed = len(ids)
+        taps.append(scored.taps_TNE)
+        ids.append(int(scored.logits_TV[-1].argmax()))
+    target.free(row)
+    taps.append(torch.zeros_like(taps[-1][:1]))
+    return ids, torch.cat(taps)
+
+
+def write_shard(path: Path, texts: Sequence[tuple[Sequence[int], Tensor, int]]) -> None:
+    """One shard of (ids, taps, prompt length)."""
+    save_file(
+        {
+            "ids": torch.cat([torch.tensor(ids) for ids, _, _ in texts]).int(),
+            "taps": torch.cat([taps for _, taps, _ in texts]).to(torch.bfloat16),
+            "prompt_len": torch.tensor([num_prompt for _, _, num_prompt in texts]),
+            "len": torch.tensor([len(ids) for ids, _, _ in texts]),
+        },
+        path,
+    )
+
+
+def facts_of(target: HFTarget) -> CorpusFacts:
+    return CorpusFacts(
+        target="tiny",
+        target_layer_ids=target.tap_layer_ids,
+        target_hidden_size=target.facts.hidden_size,
+        vocab_size=target.facts.vocab_size,
+    )
+
+
+def make_corpus(
+    folder: Path, model, prompts: Sequence[Sequence[int]], num_new: int, *, max_length: int = 128
+) -> Corpus:
+    """A corpus of one shard: what the target writes after each prompt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = HFTarget(model, TAPS)
+    facts_of(target).write(folder)
+    texts = [(*written_text(target, prompt, num_new), len(prompt)) for prompt in prompts]
+    write_shard(folder / "a-0000.safetensors", texts)
+    target.close()
+    return Corpus(folder, max_length=max_length)
+
+
+def head_of(model) -> FrozenHead:
+    weights = (model.model.embed_tokens.weight, model.model.norm.weight, model.lm_head.weight)
+    return FrozenHead(*(weight.detach().float() for weight in weights))
+
+
+def make_trainer(recipe: Recipe, model, corpus: Corpus, folder: Path) -> Trainer:
+    target = HFTarget(model)
+    config = recipe.draft.config(target.facts)
+    target.close()
+    return Trainer(recipe, config, head_of(model), corpus, folder)
+
+
+def blocks_at(ids_S: Sequence[int], anchors: Sequence[int], length: int) -> Blocks:
+    """Blocks of one sequence at chosen anchors, all rows labelled where the sequence has a token."""
+    anchors_1K = torch.tensor([list(anchors)])
+    positions = anchors_1K[..., None] + torch.arange(length)
+    exists = positions < len(ids_S)
+    ids = torch.tensor(list(ids_S))[positions.clamp_max(len(ids_S) - 1)].where(exists, 0)
+    weights = exists.float()
+    weights[..., 0] = 0
+    return Blocks(anchors_1K, ids, weights)
