@@ -1,0 +1,106 @@
+"""The one call behind `blockdraft train`: a saved target, a corpus and a recipe in, a drafter out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft.errors import CheckpointError, ConfigError, PairError
+from blockdraft.formats import zlab
+from blockdraft.targets import HFTarget, load_target
+from blockdraft.train.command import check_target_wrote, frozen_head, run_training
+from blockdraft.train.corpus import Corpus
+from engine_kit import bigram_model, tiny_model
+from train_kit import TAPS, head_of, make_corpus, make_recipe
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with target/, corpus/ and recipe.toml that fit each other."""
+    root = tmp_path_factory.mktemp("place")
+    model = tiny_model(dtype=torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight.copy_(torch.linspace(0.5, 2.0, 32))
+    model.save_pretrained(root / "target")
+    make_corpus(root / "corpus", model, [[1, 2, 3], [4, 5]], 16)
+    (root / "recipe.toml").write_text(make_recipe(optim={"num_steps": 25}).to_toml())
+    return root
+
+
+def run(place: Path, out: Path, **options):
+    named = {"recipe_path": "recipe.toml", "corpus": "corpus", "target": "target", **options}
+    paths = {k: place / v if isinstance(v, str) and k != "commit" else v for k, v in named.items()}
+    return run_training(out=out, **paths)
+
+
+def test_a_run_in_two_calls_gives_a_drafter_and_its_record(place: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    first = run(place, tmp_path, stop_after=10, on_progress=lines.append)
+    assert (first.step, first.num_steps, first.draft) == (10, 25, None)
+    second = run(place, tmp_path, on_progress=lines.append, commit="abc")
+    assert (second.step, second.draft) == (25, tmp_path / "draft")
+    assert lines[0] == "corpus: 2 sequences, 32 tokens written by tiny"
+    assert [line.split("  ")[0] for line in lines if line.startswith("step")] == [
+        "step 1/25", "step 11/25", "step 20/25", "step 25/25",
+    ]  # fmt: skip
+    assert "going on from step 10" in lines
+    assert all("\n" not in line for line in lines)
+    record = json.loads((tmp_path / "draft" / "run.json").read_text())
+    assert (record["steps"], record["blocks"], record["sequences"]) == (25, 25 * 16, 2)
+    assert (record["answer_tokens"], record["target"], record["commit"]) == (32, "tiny", "abc")
+    assert record["seconds"] > 0
+    assert record["versions"]["torch"] == torch.__version__
+    assert zlab.read(tmp_path / "draft").config.block_size == 5
+    again = run(place, tmp_path)
+    assert again.draft == tmp_path / "draft"
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_what_is_borrowed_is_the_targets_own(tmp_path: Path, is_tied: bool) -> None:
+    model = tiny_model(dtype=torch.float32)
+    if is_tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.config.tie_word_embeddings = is_tied
+    model.save_pretrained(tmp_path)
+    head = frozen_head(load_target(tmp_path, dtype=torch.float32), final_norm_E=None)
+    expected = head_of(model)
+    assert torch.equal(head.embed_VE, expected.embed_VE)
+    assert torch.equal(head.head_VE, expected.head_VE)
+    assert (head.head_VE is head.embed_VE) == is_tied
+    assert torch.equal(head.final_norm_E, torch.ones(32))
+
+
+def test_the_final_norm_is_read_from_the_targets_files(place: Path) -> None:
+    from blockdraft.train.command import _final_norm
+
+    facts = HFTarget(tiny_model()).facts
+    assert torch.equal(_final_norm(place / "target", facts), torch.linspace(0.5, 2.0, 32))
+
+
+def test_another_targets_corpus_is_refused(place: Path, tmp_path: Path) -> None:
+    corpus = Corpus(place / "corpus", max_length=128)
+    check_target_wrote(load_target(place / "target", tap_layer_ids=TAPS, dtype=torch.bfloat16), corpus)
+    with pytest.raises(PairError, match=r"written by tiny, and its tap of layer \d is off by"):
+        check_target_wrote(HFTarget(tiny_model(seed=1, dtype=torch.float32), TAPS), corpus)
+    bigram_model(lambda token: token, dtype=torch.float32).save_pretrained(tmp_path / "target")
+    with pytest.raises(PairError, match="name the target that wrote it"):
+        run(place, tmp_path / "out", target=tmp_path / "target")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"recipe_path": "none.toml"}, ConfigError, "no such recipe"),
+        ({"corpus": "target"}, CheckpointError, "not a corpus"),
+        ({"target": "nowhere"}, CheckpointError, "no such folder"),
+        ({"stop_after": 0}, ConfigError, "stop_after is 0"),
+    ],
+)
+def test_bad_names_are_refused_before_anything_is_written(place: Path, tmp_path: Path, options, kind, words) -> None:
+    with pytest.raises(kind, match=words):
+        run(place, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
