@@ -16,7 +16,8 @@ import typer
 import blockdraft
 from blockdraft import cli
 from blockdraft.stats import RequestStats
-from tiny_pair import BLOCK_SIZE, Ran, TinyPair, run_cli, without_colours
+from blockdraft.text import load_tokenizer
+from tiny_pair import BLOCK_SIZE, MAX_LENGTH, Ran, TinyPair, run_cli, without_colours
 
 PROMPT = "the quick brown fox"
 STATS_FIELDS = {
@@ -184,6 +185,12 @@ def test_no_width_and_no_draft_changes_the_text(tiny_pair: TinyPair) -> None:
     assert plain["token_ids"] == expected["token_ids"]
     assert plain["stats"]["num_steps"] == 39 and plain["stats"]["num_draft_tokens"] == 0
     assert plain["speculation"]["enabled"] is False and plain["speculation"]["reason"]
+
+
+def test_the_default_length_limit_is_what_the_context_leaves(tiny_pair: TinyPair) -> None:
+    [found] = run_cli("generate", *tiny_pair.arguments, PROMPT, "--raw", "--json").json_lines
+    prompt = load_tokenizer(tiny_pair.target).encode(PROMPT, add_special_tokens=True)
+    assert found["finish_reason"] == "length" and len(found["token_ids"]) == MAX_LENGTH - len(prompt)
 
 
 def test_no_draft_is_not_blamed_in_the_numbers(tiny_pair: TinyPair) -> None:

@@ -35,6 +35,7 @@ app = typer.Typer(
 
 COLOURS = {"first": "33", "accepted": "32", "bonus": "33"}
 LEGEND = "\x1b[32maccepted proposals\x1b[0m and \x1b[33mthe target's own tokens\x1b[0m"
+DEFAULT_NEW_TOKENS = 256
 MAX_THREADS = 1024
 # typer does not export the base of everything it says about a wrong command line; its child it does.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -111,7 +112,9 @@ def generate(
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Plain first, then with the draft; same text?")] = False,
     width: Annotated[int | None, typer.Option(help="Block width (anchor + proposals), 2 to the trained one.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Length limit in tokens.")] = 256,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Length limit in tokens; without it 256, or what the context leaves.")
+    ] = None,
     min_new_tokens: Annotated[int, typer.Option(help="No stop before so many tokens.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Sample among so many tokens.")] = None,
@@ -155,7 +158,7 @@ def generate(
         logit_bias=_biases(logit_bias or []),
     )
     settings: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
         "min_new_tokens": min_new_tokens,
         "sampling": sampling,
         "stop_ids": frozenset(stop_id) if stop_id else None,
@@ -168,7 +171,7 @@ def generate(
     Request(prompt_ids=(0,), **settings)  # what is wrong with the options is said before anything is loaded
     asked = _read_prompts(prompt, prompts, system, raw)
     engine = _engine(draft, target, dtype, device, threads, no_draft, trust_remote_code)
-    requests = [_request(engine, item, settings) for item in asked]
+    requests = [_request(engine, item, settings, may_shorten=max_new_tokens is None) for item in asked]
     for request in requests:
         engine.check(request)
     if as_json:
@@ -310,7 +313,7 @@ def _note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _request(engine: Engine, asked: _Asked, settings: dict[str, Any]) -> Request:
+def _request(engine: Engine, asked: _Asked, settings: dict[str, Any], *, may_shorten: bool) -> Request:
     from blockdraft.engine import Request
 
     assert engine.tokenizer is not None
@@ -318,7 +321,12 @@ def _request(engine: Engine, asked: _Asked, settings: dict[str, Any]) -> Request
         ids = engine.tokenizer.chat_ids(asked.messages, add_generation_prompt=True)
     else:
         ids = engine.tokenizer.encode(asked.text or "", add_special_tokens=True)
-    return Request(prompt_ids=ids, **settings)
+    request = Request(prompt_ids=ids, **settings)
+    room = engine.target.facts.max_length - len(ids)
+    least = max(1, request.min_new_tokens)
+    if may_shorten and least <= room < request.max_new_tokens:
+        request = replace(request, max_new_tokens=room)
+    return request
 
 
 # ---- showing -----------------------------------------------------------------------------------------------------

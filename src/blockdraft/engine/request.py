@@ -6,7 +6,7 @@ text.StopScanner, which alone understands them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,6 +43,8 @@ class Request:
     num_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sampling, SamplingParams):
+            raise RequestError(f"sampling is a {type(self.sampling).__name__}; give SamplingParams")
         object.__setattr__(self, "prompt_ids", _checked_ids("prompt_ids", self.prompt_ids))
         if not self.prompt_ids:
             raise RequestError("the prompt is empty; give at least one token")
@@ -53,13 +55,15 @@ class Request:
                 f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens {self.max_new_tokens}; lower it"
             )
         if self.stop_ids is not None:
-            object.__setattr__(self, "stop_ids", frozenset(_checked_ids("stop_ids", tuple(self.stop_ids))))
+            object.__setattr__(self, "stop_ids", frozenset(_checked_ids("stop_ids", self.stop_ids)))
+        if not isinstance(self.stop_strings, Iterable):
+            raise RequestError(f"stop_strings is {self.stop_strings!r}; give a list of texts")
         object.__setattr__(self, "stop_strings", check_stop(self.stop_strings))
         if self.seed is not None:
             _count("seed", self.seed, least=0)
             if self.seed >= 2**63:
                 raise RequestError(f"seed is {self.seed}; it must be below 2**63")
-        if self.speculate not in (True, False, None):
+        if self.speculate is not None and not isinstance(self.speculate, bool):
             raise RequestError(f"speculate is {self.speculate!r}; it is true, false or not given")
         if self.width is not None:
             _count("width", self.width, least=2)
@@ -113,9 +117,11 @@ def _count(name: str, value: object, *, least: int) -> None:
         raise RequestError(f"{name} is {value!r}; it must be a whole number of at least {least}")
 
 
-def _checked_ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
+def _checked_ids(name: str, ids: Iterable[int]) -> tuple[int, ...]:
     if isinstance(ids, (str, bytes)):
         raise RequestError(f"{name} is text; give token ids, or encode it first")
+    if not isinstance(ids, Iterable):
+        raise RequestError(f"{name} is {ids!r}; give a list of token ids")
     ids = tuple(ids)
     for token_id in ids:
         if type(token_id) is not int or token_id < 0:

@@ -85,9 +85,7 @@ class Tokenizer:
             return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
         assert self._auto is not None
         return str(
-            self._auto.decode(
-                list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
+            self._auto.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         )
 
     @property
@@ -131,8 +129,6 @@ class Tokenizer:
                 "give a raw text prompt, or add chat_template.jinja to the target's folder"
             )
         self._check_template_kwargs(template, template_kwargs)
-        from jinja2 import TemplateError
-
         try:
             if self._auto is not None:
                 ids = self._auto.apply_chat_template(
@@ -140,8 +136,9 @@ class Tokenizer:
                 )
                 return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
             text = self._render(template, plain, add_generation_prompt, template_kwargs)
-        except TemplateError as error:
-            raise RequestError(f"the target's chat template refuses these messages: {error}") from error
+        except Exception as error:  # a template is a program: it may fail in any way
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise RequestError(f"the target's chat template refuses these messages: {reason}") from error
         return self.encode(text, add_special_tokens=False)
 
     def _render(
@@ -201,7 +198,7 @@ def _load_plain(folder: Path) -> Tokenizer | None:
     special = {name: settings[name] for name in _NAMED_SPECIAL_TOKENS if settings.get(name) is not None}
     added = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     template_file = folder / "chat_template.jinja"
-    template = template_file.read_text("utf-8") if template_file.is_file() else settings.get("chat_template")
+    template = _read_text(template_file) if template_file.is_file() else settings.get("chat_template")
     is_plain = all(isinstance(token, str) and token in added for token in special.values())
     if not is_plain or backend.get_vocab_size() > _MAX_PLAIN_VOCAB or not isinstance(template, str | None):
         return None
@@ -222,8 +219,9 @@ def _load_auto(folder: Path) -> Tokenizer:
     try:
         auto: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise anything here, bare Exception included
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"no usable tokenizer in {folder}: {reason}") from error
+        reason = " ".join(str(error).split())[:200].rstrip() or type(error).__name__
+        found = "" if (folder / "tokenizer.json").is_file() else "there is no tokenizer.json; "
+        raise CheckpointError(f"no usable tokenizer in {folder}: {found}{reason}") from error
     try:
         template = auto.get_chat_template()
     except ValueError:
@@ -242,6 +240,13 @@ def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     declared = _read_json(folder / "generation_config.json").get("eos_token_id")
     ids = declared if isinstance(declared, list) else [declared]
     return tuple(dict.fromkeys(i for i in (*ids, tokenizer_eos) if i is not None))
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
