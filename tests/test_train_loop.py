@@ -341,6 +341,37 @@ def test_labels_shifted_by_one_are_worse(overfitted) -> None:
     assert min(losses[-1], losses[1]) > losses[0] + 1
 
 
+def test_prefix_metrics_are_what_serving_would_accept(trainer_in) -> None:
+    """Up to its first mistake a walk has the true tokens before it, as in training: the prefixes agree."""
+    trainer = trainer_in(loss={"num_random_head_rows": 1000}, optim={"num_steps": 60, "blocks_per_sequence": 40})
+    trainer.run()
+    selector, generator = trainer.model.candidate_selector, torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for book in (selector.predecessor_codebook, selector.successor_codebook):
+            book.copy_(torch.randn(book.shape, generator=generator) * 0.6)
+        selector.hidden_projection.weight.copy_(torch.randn(4, 32, generator=generator) * 0.3)
+    seen = set()
+    for index in range(len(PROMPTS)):
+        batch = trainer.corpus.batch([index])
+        ids = batch.ids_BS[0].tolist()
+        for anchor in range(len(PROMPTS[index]), len(ids) - 5):
+            blocks = blocks_at(ids, [anchor], 5)
+            with torch.no_grad():
+                _, metrics = trainer.loss(batch.taps_BSNE, blocks)
+                cache = trainer.model.new_cache()
+                trainer.model.inject(batch.taps_BSNE[0, :anchor], cache)
+                noise = trainer.model.noise([ids[anchor]], 5, lambda t: trainer.head.embed_VE[t])
+                rows = trainer.model(noise, [cache])[0]
+                logits = rows[1:] @ trainer.head.head_VE.T
+                walked = trainer.model.propose(rows, ids[anchor], logits, 0.0, None).ids_G.tolist()
+            for name, proposed in (("prefix", logits.argmax(-1).tolist()), ("selector_prefix", walked)):
+                right = [a == b for a, b in zip(proposed, ids[anchor + 1 : anchor + 5], strict=True)]
+                assert metrics[name] == 1 + [*right, False].index(False)
+            seen.add((metrics["prefix"], metrics["selector_prefix"]))
+    assert len({walk for _, walk in seen}) > 2
+    assert any(plain != walk for plain, walk in seen)
+
+
 # ---- export ----------------------------------------------------------------------------------------------------------
 def test_an_export_holds_weights_recipe_and_record(trainer_in, tmp_path) -> None:
     trainer = trainer_in()
