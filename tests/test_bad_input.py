@@ -532,6 +532,11 @@ def test_other_commands_refuse_in_one_line(
     assert_says(run_cli(*(names.get(word, word) for word in arguments)).refusal, says)
 
 
+def test_a_cache_folder_in_nobody_s_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", "~nobody-of-that-name/cache")
+    assert_says(run_cli("generate", "hi").refusal, "BLOCKDRAFT_CACHE is '~nobody-of-that-name/cache'")
+
+
 @pytest.mark.parametrize(
     "template", ["{{ raise_exception('no') }}", "{{ 1 + 'a' }}", "{% for %}", "{{ messages[7].x.y }}", "{{ 1 / 0 }}"]
 )

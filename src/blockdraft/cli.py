@@ -44,6 +44,7 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 def main() -> None:
     """Entry point of the `blockdraft` command."""
     _prepare_process()
+    gc.disable()  # until the pair is loaded: nothing made on the way is garbage, and looking for it costs a tenth
     try:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="blockdraft", standalone_mode=False)
         sys.stdout.flush()
@@ -57,6 +58,8 @@ def main() -> None:
         raise SystemExit(141) from None
     except SystemExit:  # typer's answer to a closed pipe, and to nothing else in this mode
         raise SystemExit(141) from None
+    finally:
+        gc.enable()
     raise SystemExit(code or 0)
 
 
@@ -286,27 +289,24 @@ def _engine(
 ) -> Engine:
     if threads is not None and not 1 <= threads <= MAX_THREADS:
         raise RequestError(f"--threads is {threads}; it must be from 1 to {MAX_THREADS}")
-    # Thousands of modules and tensors are made here and none is garbage: collecting them costs a tenth of it.
-    gc.disable()
-    try:
-        if threads is not None:
-            import torch
+    if threads is not None:
+        import torch
 
-            torch.set_num_threads(threads)
-        from blockdraft.engine import load
+        torch.set_num_threads(threads)
+    from blockdraft.engine import load
 
-        return load(
-            draft,
-            target,
-            dtype=dtype,
-            device=device,
-            speculation="off" if no_draft else "required",
-            trust_remote_code=trust_remote_code,
-            progress=_note,
-        )
-    finally:
-        gc.freeze()
-        gc.enable()
+    engine = load(
+        draft,
+        target,
+        dtype=dtype,
+        device=device,
+        speculation="off" if no_draft else "required",
+        trust_remote_code=trust_remote_code,
+        progress=_note,
+    )
+    gc.freeze()
+    gc.enable()
+    return engine
 
 
 def _note(line: str) -> None:

