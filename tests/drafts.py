@@ -142,9 +142,7 @@ def random_tensors(
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
-def checkpoint(
-    raw: dict[str, Any], *, own: bool = False, dtype: torch.dtype = torch.bfloat16
-) -> zlab.Checkpoint:
+def checkpoint(raw: dict[str, Any], *, own: bool = False, dtype: torch.dtype = torch.bfloat16) -> zlab.Checkpoint:
     """A random checkpoint of a config."""
     config = zlab.config_from_dict(raw)
     return zlab.Checkpoint(config=config, tensors=random_tensors(config, own=own, dtype=dtype))
@@ -205,9 +203,7 @@ def draft_configs(draw: st.DrawFn) -> DraftConfig:
         num_target_layers=num_target_layers,
         target_hidden_size=draw(st.just(width) | st.integers(1, 9)),
         conv=ConvConfig(kernel_size=draw(st.integers(1, 3)), group_size=group) if is_v2 else None,
-        selector=SelectorConfig(rank=draw(st.integers(1, 4)), top_k=draw(st.integers(1, vocab)))
-        if is_v2
-        else None,
+        selector=SelectorConfig(rank=draw(st.integers(1, 4)), top_k=draw(st.integers(1, vocab))) if is_v2 else None,
         input_embedding_scale=draw(st.just(1.0) | _POSITIVE),
         output_multiplier=draw(st.just(1.0) | _POSITIVE),
         final_logit_softcapping=draw(st.none() | _POSITIVE),

@@ -125,7 +125,7 @@ class _Positions:
 
 
 class Continuation:
-    """A stand-in drafter that proposes a known text. `texts[n]` is prompt + continuation of the n-th row that speculates.
+    """A stand-in drafter that proposes a known text. `texts[n]` is prompt + continuation of the n-th row.
 
     `wrong(step)` is the slot (0-based) at which the proposal of that step (from 0) is changed, None for no change.
     `calls` counts propose calls. With `q` "lists" the proposal is reported as drawn from a list that gives it 0.9.

@@ -64,9 +64,7 @@ class _Script:
         return self.numbers[self.num_asked - 1] if self.num_asked <= len(self.numbers) else 0.0
 
 
-def accept_law(
-    accept: Accept, proposals: Sequence[int], q: Any, p_TV: Tensor
-) -> dict[tuple[int, int], float]:
+def accept_law(accept: Accept, proposals: Sequence[int], q: Any, p_TV: Tensor) -> dict[tuple[int, int], float]:
     """Exact law of the (num_accepted, next_id) that `accept` gives, over its uniform numbers.
 
     Every uniform number is cut into the intervals on which the outcome is constant (found by bisection to
@@ -129,9 +127,7 @@ def step_law(accept: Accept, drafts: Sequence[Draft]) -> Law:
 # --------------------------------------------------------------------------------------------------- samples
 
 
-def chi_square(
-    counts: Mapping[Any, int], law: Mapping[Any, float], *, min_expected: float = 5.0
-) -> tuple[float, int]:
+def chi_square(counts: Mapping[Any, int], law: Mapping[Any, float], *, min_expected: float = 5.0) -> tuple[float, int]:
     """(statistic, degrees of freedom), infinite off the support; outcomes expected rarely are pooled."""
     total = sum(counts.values())
     if any(count > 0 and law.get(key, 0.0) <= 0.0 for key, count in counts.items()):
@@ -158,9 +154,7 @@ def chi_square_ok(counts: Mapping[Any, int], law: Mapping[Any, float], *, alpha:
     return pooled_chi_square_ok([(counts, law)], alpha=alpha)
 
 
-def pooled_chi_square_ok(
-    tables: Sequence[tuple[Mapping[Any, int], Mapping[Any, float]]], *, alpha: float
-) -> bool:
+def pooled_chi_square_ok(tables: Sequence[tuple[Mapping[Any, int], Mapping[Any, float]]], *, alpha: float) -> bool:
     """One test over independent tables: statistics and degrees of freedom are summed."""
     parts = [chi_square(counts, law) for counts, law in tables if sum(counts.values()) > 0]
     statistic, degrees = sum(part[0] for part in parts), sum(part[1] for part in parts)
@@ -277,9 +271,7 @@ def bigram_pair(kind: str, params: core.SamplingParams, *, vocab_size: int, seed
     logits_VV = 1.5 * torch.randn(vocab_size, vocab_size, generator=generator, dtype=torch.float64)
     history = {"history": [0], "num_prompt": 1, "proposals": [0] * (vocab_size - 1)}
     p_VV = core.target_distribution(logits_VV, params, **history)  # type: ignore[arg-type]
-    draft_VV = (logits_VV + torch.randn(vocab_size, vocab_size, generator=generator)) / (
-        params.temperature or 1.0
-    )
+    draft_VV = (logits_VV + torch.randn(vocab_size, vocab_size, generator=generator)) / (params.temperature or 1.0)
     form = kind if kind in ("one_hot", "sparse") else "dense"
     if kind == "one_hot":
         q_VV = torch.nn.functional.one_hot(draft_VV.argmax(-1), vocab_size).double()

@@ -48,9 +48,7 @@ def rows(size: int, count: int) -> st.SearchStrategy[torch.Tensor]:
     """Rows of probabilities with zeros and ties among them."""
     row = st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 7, 40]), min_size=size, max_size=size).filter(any)
     return st.lists(row, min_size=count, max_size=count).map(
-        lambda weights: (
-            torch.tensor(weights, dtype=torch.float64) / torch.tensor(weights).sum(-1, keepdim=True)
-        )
+        lambda weights: torch.tensor(weights, dtype=torch.float64) / torch.tensor(weights).sum(-1, keepdim=True)
     )
 
 
@@ -116,9 +114,7 @@ def test_exact_when_p_and_q_depend_on_the_whole_prefix() -> None:
             drafts.append((proposals, Dense(q_GV), torch.stack([table(1, path) for path in paths]), mass))
         return step_law(accept, drafts)
 
-    wanted = sequence_law_by_enumeration(
-        lambda prefix: {(i,): float(p) for i, p in enumerate(table(1, prefix))}, 3
-    )
+    wanted = sequence_law_by_enumeration(lambda prefix: {(i,): float(p) for i, p in enumerate(table(1, prefix))}, 3)
     assert largest_gap(sequence_law_by_enumeration(law_of, 3), wanted) < 1e-12
 
 
@@ -132,9 +128,7 @@ def test_exact_under_penalties_and_bans() -> None:
         history = (1, *prefix)
         banned = [{2} if len(prefix) + i < 2 else () for i in range(len(proposals) + 1)]
         logits_TV = logits_VV[[history[-1], *proposals]]
-        return target_distribution(
-            logits_TV, params, history=history, num_prompt=1, proposals=proposals, banned=banned
-        )
+        return target_distribution(logits_TV, params, history=history, num_prompt=1, proposals=proposals, banned=banned)
 
     def law_of(prefix: tuple[int, ...]) -> dict[tuple[int, ...], float]:
         return step_law(

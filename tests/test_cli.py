@@ -14,7 +14,9 @@ import pytest
 import typer
 
 import blockdraft
-from blockdraft import cli
+from blockdraft.cli import app as app_module
+from blockdraft.cli import generate as generate_module
+from blockdraft.cli.show import painted
 from blockdraft.stats import RequestStats
 from blockdraft.text import load_tokenizer
 from tiny_pair import BLOCK_SIZE, MAX_LENGTH, Ran, TinyPair, run_cli, without_colours
@@ -87,7 +89,7 @@ def test_colours_on_a_terminal_change_nothing_else(tiny_pair: TinyPair) -> None:
         flags=re.DOTALL,
     ).groups()  # type: ignore[union-attr]
     assert (head, plain) == ("--- plain decoding\n", text)
-    assert without_colours(legend) == "accepted proposals and the target's own tokens\n"
+    assert without_colours(legend) == "accepted proposals, the target's own tokens, first token\n"
     assert drafted != text == without_colours(drafted)
     assert "tokens a step" in tail and "\x1b" not in tail
 
@@ -122,7 +124,7 @@ def test_an_interrupt_exits_130(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyP
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_engine", interrupt)
+    monkeypatch.setattr(generate_module, "_engine", interrupt)
     ran = generate(tiny_pair, PROMPT)
     assert (ran.code, ran.out, ran.err) == (130, "", "")
 
@@ -248,8 +250,8 @@ def test_a_logit_bias_decides(tiny_pair: TinyPair) -> None:
 
 
 def test_pieces_keep_their_line_ends_outside_the_colours() -> None:
-    assert cli._painted("a\n\n b", "accepted") == "\x1b[32ma\x1b[0m\n\n\x1b[32m b\x1b[0m"
-    assert cli._painted("\n ", "bonus") == "\n "
+    assert painted("a\n\n b", "accepted") == "\x1b[32ma\x1b[0m\n\n\x1b[32m b\x1b[0m"
+    assert painted("\n ", "bonus") == "\n "
 
 
 # ----------------------------------------------------------------------------------- inspect, pull, the surface
@@ -303,13 +305,26 @@ OPTIONS = {
         "--json",
         "--trust-remote-code",
     ],
+    "train": ["--corpus", "--out", "--target", "--stop-after", "--threads"],
+    "corpus": [
+        "--taps",
+        "--prompts",
+        "--self-prompts",
+        "--target",
+        "--max-new-tokens",
+        "--max-length",
+        "--batch-size",
+        "--seed",
+        "--dtype",
+        "--threads",
+    ],
     "inspect": ["--target", "--json"],
     "pull": [],
 }
 
 
 def test_the_options_are_the_frozen_ones() -> None:
-    group = typer.main.get_command(cli.app)
+    group = typer.main.get_command(app_module.app)
     found = {
         name: [option for parameter in one.params if parameter.param_type_name == "option" for option in parameter.opts]
         for name, one in group.commands.items()  # type: ignore[attr-defined]

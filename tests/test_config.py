@@ -75,9 +75,7 @@ def test_config_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "model_type", ["llama", "qwen2", "qwen3", "mistral", "gpt_oss", "gemma2", "gemma3_text"]
-)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "gpt_oss", "gemma2", "gemma3_text"])
 def test_attention_targets(model_type: str) -> None:
     target = facts(model_type=model_type, layer_types=["sliding_attention", "full_attention"] * 3)
     assert target == dataclasses.replace(facts(), model_type=model_type)

@@ -142,8 +142,7 @@ def from_scratch(model: DraftModel, taps: Tensor, noise_LD: Tensor) -> Tensor:
             seen = [
                 k_at
                 for k_at in range(start + length)
-                if not (rule.is_causal and k_at > q_at)
-                and (rule.window is None or abs(q_at - k_at) < rule.window)
+                if not (rule.is_causal and k_at > q_at) and (rule.window is None or abs(q_at - k_at) < rule.window)
             ]
             for head in range(HEADS):
                 kv = head // (HEADS // KV_HEADS)
@@ -205,11 +204,7 @@ def test_long_run_of_small_steps(name: str) -> None:
         model.inject(taps[small.num_positions : small.num_positions + count], small)
     for index, rule in enumerate(model.config.layers):
         keys, values = small.layer(index)
-        assert (
-            keys.shape
-            == values.shape
-            == (KV_HEADS, 400 if rule.window is None else rule.window - 1, HEAD_DIM)
-        )
+        assert keys.shape == values.shape == (KV_HEADS, 400 if rule.window is None else rule.window - 1, HEAD_DIM)
         for mine, theirs in zip(small.layer(index), whole.layer(index), strict=True):
             torch.testing.assert_close(mine, theirs, atol=EXACT, rtol=EXACT)
     torch.testing.assert_close(model(noise, [small]), model(noise, [whole]), atol=EXACT, rtol=EXACT)
@@ -234,10 +229,7 @@ def test_forward_leaves_the_caches_alone(name: str) -> None:
 
     before, noise = everything(), make_noise(1, 8)
     first = model(noise, [cache])
-    assert all(
-        torch.equal(a.view(torch.int64), b.view(torch.int64))
-        for a, b in zip(before, everything(), strict=True)
-    )
+    assert all(torch.equal(a.view(torch.int64), b.view(torch.int64)) for a, b in zip(before, everything(), strict=True))
     assert cache.num_positions == 9
     assert torch.equal(model(noise, [cache]), first)
 

@@ -80,9 +80,7 @@ def test_identity_convolutions_are_v1(name: str) -> None:
     for module in second.modules():
         if isinstance(module, BlockConv):
             module.reset_to_identity()
-    kept = {
-        k: v for k, v in second.state_dict().items() if "_conv." not in k and "candidate_selector" not in k
-    }
+    kept = {k: v for k, v in second.state_dict().items() if "_conv." not in k and "candidate_selector" not in k}
     first.load_state_dict(kept, strict=True)
     taps, noise = make_taps(9), make_noise(1, 8)
     hidden = [model(noise, [filled(model, taps, [9])]) for model in (first, second)]

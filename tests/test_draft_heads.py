@@ -11,7 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from blockdraft.config import DraftConfig, SelectorConfig
-from blockdraft.draft import DraftModel, propose
+from blockdraft.draft import DraftModel
 from blockdraft.draft.heads import top_candidates
 from test_draft_cache import LAYOUTS, make_config
 
@@ -58,9 +58,7 @@ def scores_of(model: DraftModel, hidden_D: Tensor, logits_V: Tensor, previous: i
     e = selector.hidden_projection.weight @ hidden_D
     unary = model.config.output_multiplier * logits_V
     if model.config.final_logit_softcapping is not None:
-        unary = model.config.final_logit_softcapping * torch.tanh(
-            unary / model.config.final_logit_softcapping
-        )
+        unary = model.config.final_logit_softcapping * torch.tanh(unary / model.config.final_logit_softcapping)
     left = selector.predecessor_codebook[previous]
     return torch.stack([unary[i] + (left * e * selector.successor_codebook[i]).sum() for i in ids])
 
@@ -105,7 +103,7 @@ def test_greedy_walk(cap: float | None, exclude: tuple[int, ...]) -> None:
     model = make_model(multiplier=0.8, cap=cap)
     for anchor in range(6):
         hidden, logits = hidden_and_logits(model, 8)
-        proposal = propose(model, hidden, anchor, logits, 0.0, None, exclude_ids=exclude)
+        proposal = model.propose(hidden, anchor, logits, 0.0, None, exclude_ids=exclude)
         previous, want = anchor, []
         for g in range(7):
             ids = brute_top(logits[g].tolist(), 4, set(exclude))
@@ -122,7 +120,7 @@ def test_greedy_takes_the_first_of_equal_scores() -> None:
     model.candidate_selector.successor_codebook.zero_()
     logits = torch.zeros(3, 40, dtype=torch.float64)
     logits[1, [9, 30]] = 1.0
-    proposal = propose(model, torch.randn(4, 32, dtype=torch.float64), 2, logits, 0.0, None)
+    proposal = model.propose(torch.randn(4, 32, dtype=torch.float64), 2, logits, 0.0, None)
     assert proposal.ids_G.tolist() == [0, 9, 0]
 
 
@@ -131,9 +129,7 @@ def test_zero_successor_codebook_is_the_plain_argmax() -> None:
     assert second.candidate_selector is not None
     second.candidate_selector.successor_codebook.zero_()
     hidden, logits = hidden_and_logits(second, 8)
-    ids = [
-        propose(m, hidden, 1, logits, 0.0, None, exclude_ids=(39,)).ids_G.tolist() for m in (first, second)
-    ]
+    ids = [propose(m, hidden, 1, logits, 0.0, None, exclude_ids=(39,)).ids_G.tolist() for m in (first, second)]
     assert ids[0] == ids[1] == logits[:, :39].argmax(-1).tolist()
 
 
@@ -141,7 +137,7 @@ def test_plain_head_is_one_hot_at_any_temperature() -> None:
     model = make_model(is_v2=False)
     hidden, logits = hidden_and_logits(model, 5)
     for temperature in (0.0, 0.7, 3.0):
-        proposal = propose(model, hidden, 1, logits, temperature, torch.Generator().manual_seed(0))
+        proposal = model.propose(hidden, 1, logits, temperature, torch.Generator().manual_seed(0))
         assert proposal.q is None and proposal.ids_G.tolist() == logits.argmax(-1).tolist()
 
 
@@ -150,7 +146,7 @@ def test_q_is_the_softmax_along_the_path() -> None:
     generator = torch.Generator().manual_seed(0)
     for temperature in (0.05, 0.6, 1.0, 2.5):
         hidden, logits = hidden_and_logits(model, 8)
-        proposal = propose(model, hidden, 5, logits, temperature, generator)
+        proposal = model.propose(hidden, 5, logits, temperature, generator)
         q = proposal.q
         assert q is not None and q.probs_GM.dtype == torch.float32
         torch.testing.assert_close(q.probs_GM.double().sum(-1), torch.ones(7).double(), atol=1e-6, rtol=0)
@@ -184,7 +180,7 @@ def test_law_of_the_sampled_walk(temperature: float) -> None:
     counts = dict.fromkeys(law, 0)
     num_walks = 6000
     for _ in range(num_walks):
-        counts[tuple(propose(model, hidden, 4, logits, temperature, generator).ids_G.tolist())] += 1
+        counts[tuple(model.propose(hidden, 4, logits, temperature, generator).ids_G.tolist())] += 1
     big = [path for path, p in law.items() if p * num_walks >= 5]
     rest = [path for path in law if path not in big]
     observed = [counts[p] for p in big] + ([sum(counts[p] for p in rest)] if rest else [])
@@ -199,7 +195,7 @@ def test_seed_decides_the_walk() -> None:
 
     def ids(seed: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
-        result: list[int] = propose(model, hidden, 1, logits, 1.5, generator).ids_G.tolist()
+        result: list[int] = model.propose(hidden, 1, logits, 1.5, generator).ids_G.tolist()
         return result
 
     assert ids(1) == ids(1)
@@ -212,7 +208,7 @@ def test_excluded_ids_are_never_proposed() -> None:
     hidden, logits = hidden_and_logits(model, 8)
     logits[:, 39] = 50.0
     for temperature in (0.0, 1.0):
-        proposal = propose(model, hidden, 1, logits, temperature, generator, exclude_ids=(39,))
+        proposal = model.propose(hidden, 1, logits, temperature, generator, exclude_ids=(39,))
         assert 39 not in proposal.ids_G.tolist()
         assert proposal.q is None or not bool((proposal.q.ids_GM == 39).any())
 
@@ -221,7 +217,7 @@ def test_excluded_ids_are_never_proposed() -> None:
 def test_extreme_temperatures(temperature: float) -> None:
     model = make_model()
     hidden, logits = hidden_and_logits(model, 8)
-    q = propose(model, hidden, 1, logits, temperature, torch.Generator().manual_seed(0)).q
+    q = model.propose(hidden, 1, logits, temperature, torch.Generator().manual_seed(0)).q
     assert q is not None
     assert bool(torch.isfinite(q.probs_GM).all())
     torch.testing.assert_close(q.probs_GM.sum(-1), torch.ones(7), atol=1e-5, rtol=0)
@@ -234,7 +230,7 @@ def test_broken_hidden_rows_still_give_a_law() -> None:
     hidden[2] = torch.nan
     logits[1] = torch.nan
     for temperature in (0.0, 1.0):
-        proposal = propose(model, hidden, 1, logits, temperature, torch.Generator().manual_seed(0))
+        proposal = model.propose(hidden, 1, logits, temperature, torch.Generator().manual_seed(0))
         assert all(0 <= token < 40 for token in proposal.ids_G.tolist())
         if proposal.q is not None:
             torch.testing.assert_close(proposal.q.probs_GM.sum(-1), torch.ones(3), atol=1e-6, rtol=0)
@@ -242,7 +238,7 @@ def test_broken_hidden_rows_still_give_a_law() -> None:
 
 def test_block_of_one_row_proposes_nothing() -> None:
     model = make_model()
-    proposal = propose(model, torch.randn(1, 32, dtype=torch.float64), 1, torch.empty(0, 40), 1.0, None)
+    proposal = model.propose(torch.randn(1, 32, dtype=torch.float64), 1, torch.empty(0, 40), 1.0, None)
     assert proposal.ids_G.tolist() == [] and proposal.q is None
 
 
@@ -252,7 +248,7 @@ def test_low_precision_logits(dtype: torch.dtype) -> None:
     model = make_model(vocab_size=3000, top_k=16, is_v2=True).to(dtype)
     hidden, logits = hidden_and_logits(model, 8)
     logits = logits.to(dtype)
-    proposal = propose(model, hidden.to(dtype), 1, logits, 1.0, torch.Generator().manual_seed(0))
+    proposal = model.propose(hidden.to(dtype), 1, logits, 1.0, torch.Generator().manual_seed(0))
     assert proposal.q is not None
     for g in range(7):
         assert proposal.q.ids_GM[g].tolist() == brute_top(logits[g].tolist(), 16, set())

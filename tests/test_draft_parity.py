@@ -21,7 +21,7 @@ from blockdraft.config import (
     RopeConfig,
     SelectorConfig,
 )
-from blockdraft.draft import DraftModel, propose
+from blockdraft.draft import DraftModel
 
 WIDTH, VOCAB, TAPS, BLOCK, MASK = 48, 160, (1, 3, 4), 6, 159
 LIMIT = 1e-5
@@ -58,9 +58,7 @@ class Layout:
             vocab_size=VOCAB,
             rms_norm_eps=1e-6,
             max_position_embeddings=512,
-            attention=GqaConfig(
-                num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, has_bias=self.bias
-            ),
+            attention=GqaConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, has_bias=self.bias),
             layers=layers,
             rope=self.rope,
             block_size=BLOCK,
@@ -217,7 +215,7 @@ def test_equals_the_wheel(wheel: ModuleType, name: str) -> None:
         torch.testing.assert_close(got, want, atol=LIMIT, rtol=LIMIT)
 
         anchor = int(torch.randint(VOCAB, ()))
-        proposal = propose(model, got[0], anchor, head(got[0, 1:]), 0.0, None)
+        proposal = model.propose(got[0], anchor, head(got[0, 1:]), 0.0, None)
         if layout.is_v2:
             ids, *_ = twin.propose(want[:, 1:], torch.tensor([anchor]), head, 0.0)
         else:
@@ -235,7 +233,7 @@ def test_sampled_law_equals_the_wheel(wheel: ModuleType, name: str) -> None:
     head = nn.Linear(WIDTH, VOCAB, bias=False)
     head.weight.normal_(0, 0.3)
     hidden = torch.randn(BLOCK, WIDTH)
-    proposal = propose(model, hidden, 7, head(hidden[1:]), 0.8, torch.Generator().manual_seed(1))
+    proposal = model.propose(hidden, 7, head(hidden[1:]), 0.8, torch.Generator().manual_seed(1))
     assert proposal.q is not None
     logits = twin.compute_logits(hidden[None, 1:], head)
     selector = twin.candidate_selector

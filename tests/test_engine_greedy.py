@@ -121,9 +121,7 @@ def test_s01_the_bonus_token_is_the_end(monkeypatch):
     text = plain_ids(model, [1], 30)
     target = hf_target(model)
     draft = Continuation(draft_config(target.facts), [[1, *text]])
-    done = run_one(
-        Engine(target, draft), prompt_ids=[1], max_new_tokens=30, stop_ids=frozenset({text[8]}), width=8
-    )
+    done = run_one(Engine(target, draft), prompt_ids=[1], max_new_tokens=30, stop_ids=frozenset({text[8]}), width=8)
     assert done.events[-1].kind == "bonus" and list(done.token_ids) == text[:9]
     assert done.stats.num_clipped_tokens == 0
 
@@ -135,9 +133,7 @@ def test_s03_the_length_limit_is_exact_and_the_text_can_be_continued(model, ar_t
     done = run_one(engine, prompt_ids=PROMPT, max_new_tokens=limit, stop_ids=NO_STOP, width=width)
     assert list(done.token_ids) == ar_text[:limit] and done.finish_reason == "length"
     again = Engine(hf_target(model), oracle(model, ar_text))
-    more = run_one(
-        again, prompt_ids=PROMPT + ar_text[:limit], max_new_tokens=30, stop_ids=NO_STOP, width=width
-    )
+    more = run_one(again, prompt_ids=PROMPT + ar_text[:limit], max_new_tokens=30, stop_ids=NO_STOP, width=width)
     assert list(more.token_ids) == ar_text[limit : limit + 30]
 
 

@@ -69,11 +69,7 @@ class TableDraft:
         ids, laws, last = [], [], anchor_id
         for _ in range(hidden_LD.shape[0] - 1):
             law_V = self.law_VV[last]
-            last = (
-                int(law_V.argmax())
-                if self.is_argmax
-                else int(torch.multinomial(law_V, 1, generator=generator))
-            )
+            last = int(law_V.argmax()) if self.is_argmax else int(torch.multinomial(law_V, 1, generator=generator))
             ids.append(last)
             laws.append(law_V)
         everything = torch.arange(VOCAB).expand(len(ids), VOCAB)
@@ -96,9 +92,7 @@ def make_draft(kind: str, config, raw_VV: Tensor, temperature: float):
     return TableDraft(config, noise / noise.sum(-1, keepdim=True))
 
 
-def law_is_kept(
-    model, kind: str, params: SamplingParams, width: int, *, runs: int = 220, length: int = 9
-) -> bool:
+def law_is_kept(model, kind: str, params: SamplingParams, width: int, *, runs: int = 220, length: int = 9) -> bool:
     """Whether the transitions of `runs` texts follow the target's law; the first token, from the prefill, included."""
     raw_VV = raw_table(model)
     law_VV = target_distribution_table(raw_VV, params)
@@ -172,9 +166,7 @@ def _accept_variant(name: str):
         count = 0
         while count < len(ids) and float(p[count, ids[count]]) > 0.15:
             count += 1
-        return real([], q, p[count : count + 1], generator)[0] + count, real(
-            [], q, p[count : count + 1], generator
-        )[1]
+        return real([], q, p[count : count + 1], generator)[0] + count, real([], q, p[count : count + 1], generator)[1]
 
     return {
         "noise that is the same in every step": shared_noise,
@@ -218,9 +210,7 @@ def test_a_real_selector_draft_on_a_real_attention_target_keeps_the_law(width):
     target = hf_target(model)
     engine = Engine(target, random_draft(draft_config(target.facts, selector=_selector(), mask_token_id=0)))
     requests = [
-        Request(
-            prompt_ids=[3, 5, 1], max_new_tokens=3, stop_ids=NO_STOP, sampling=params, width=width, seed=i
-        )
+        Request(prompt_ids=[3, 5, 1], max_new_tokens=3, stop_ids=NO_STOP, sampling=params, width=width, seed=i)
         for i in range(900)
     ]
     counts: dict[tuple[int, ...], Counter[int]] = {}
@@ -231,9 +221,7 @@ def test_a_real_selector_draft_on_a_real_attention_target_keeps_the_law(width):
     for prefix, seen in counts.items():
         with torch.inference_mode():
             logits_1V = model(torch.tensor([[3, 5, 1, *prefix]])).logits[0, -1:]
-        law = target_distribution(logits_1V, params, history=[3, 5, 1, *prefix], num_prompt=3, proposals=[])[
-            0
-        ]
+        law = target_distribution(logits_1V, params, history=[3, 5, 1, *prefix], num_prompt=3, proposals=[])[0]
         tables.append((seen, {i: float(p) for i, p in enumerate(law)}))
     assert pooled_chi_square_ok(tables, alpha=ALPHA)
 
@@ -250,9 +238,7 @@ def test_s11_seeds(model):
     params = SamplingParams(temperature=1.0)
 
     def request(seed, **more) -> Request:
-        return Request(
-            prompt_ids=[3, 1, 4], max_new_tokens=24, stop_ids=NO_STOP, sampling=params, seed=seed, **more
-        )
+        return Request(prompt_ids=[3, 1, 4], max_new_tokens=24, stop_ids=NO_STOP, sampling=params, seed=seed, **more)
 
     alone = run_one(Engine(target, draft), **_fields(request(7)))
     engine = Engine(target, draft)
@@ -266,9 +252,7 @@ def test_s11_seeds(model):
     assert len(unseeded) == 5
     assert len({engine.run([request(i)])[0].token_ids for i in range(5)}) == 5
     greedy = [
-        run_one(
-            Engine(target, draft), prompt_ids=[3, 1, 4], max_new_tokens=24, stop_ids=NO_STOP, seed=i
-        ).token_ids
+        run_one(Engine(target, draft), prompt_ids=[3, 1, 4], max_new_tokens=24, stop_ids=NO_STOP, seed=i).token_ids
         for i in (1, 2)
     ]
     assert greedy[0] == greedy[1]
@@ -289,9 +273,7 @@ def test_penalties_and_bias_are_exact_under_speculation(params, width):
     """Greedy with history-dependent logits: rows inside a block must see the proposals before them."""
     model = tiny_model()
     target = hf_target(model)
-    plain = run_one(
-        Engine(target), prompt_ids=[3, 1, 4], max_new_tokens=40, stop_ids=NO_STOP, sampling=params
-    )
+    plain = run_one(Engine(target), prompt_ids=[3, 1, 4], max_new_tokens=40, stop_ids=NO_STOP, sampling=params)
     text = [3, 1, 4, *plain.token_ids]
     from engine_kit import Continuation
 
@@ -300,9 +282,7 @@ def test_penalties_and_bias_are_exact_under_speculation(params, width):
         Continuation(draft_config(target.facts), [text], wrong=lambda step: (3, None, 0)[step % 3]),
     ):
         engine = Engine(target if isinstance(draft, torch.nn.Module) else hf_target(model), draft)
-        done = run_one(
-            engine, prompt_ids=[3, 1, 4], max_new_tokens=40, stop_ids=NO_STOP, sampling=params, width=width
-        )
+        done = run_one(engine, prompt_ids=[3, 1, 4], max_new_tokens=40, stop_ids=NO_STOP, sampling=params, width=width)
         assert done.token_ids == plain.token_ids
     slow, ids = _slow_penalised(model, params, 40), list(plain.token_ids)
     assert slow == ids
@@ -318,9 +298,7 @@ def _slow_penalised(model, params: SamplingParams, count: int) -> list[int]:
             logits[token] += bias
         for token in set(ids):
             value = logits[token]
-            logits[token] = (
-                value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
-            )
+            logits[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
         for token in set(made):
             logits[token] -= params.frequency_penalty * made.count(token) + params.presence_penalty
         ids.append(int(logits.argmax()))

@@ -61,12 +61,8 @@ def test_s02_stop_strings_end_text_ids_and_logprobs_together(stop, width):
     assert [e.token_id for e in events] == list(want.token_ids)
     assert "".join(e.text for e in events) == want.text
     assert [e.logprobs.token_id for e in events] == list(want.token_ids)
-    assert [e.logprobs.logprob for e in events] == pytest.approx(
-        [e.logprobs.logprob for e in want.events], abs=1e-9
-    )
-    assert want.finish_reason == ("stop" if at >= 0 else "length") and want.stop == (
-        stop if at >= 0 else None
-    )
+    assert [e.logprobs.logprob for e in events] == pytest.approx([e.logprobs.logprob for e in want.events], abs=1e-9)
+    assert want.finish_reason == ("stop" if at >= 0 else "length") and want.stop == (stop if at >= 0 else None)
 
 
 def test_s02_several_stop_strings_and_one_that_spans_steps():

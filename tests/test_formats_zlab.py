@@ -117,9 +117,7 @@ def test_causality_of_full_layers(changes: dict[str, Any], expected: list[tuple[
     assert layers(TINY_V2, **changes) == expected
 
 
-MIXED = edited(
-    TINY_V2, layer_types=["sliding_attention", "full_attention"], sliding_window=9, use_sliding_window=True
-)
+MIXED = edited(TINY_V2, layer_types=["sliding_attention", "full_attention"], sliding_window=9, use_sliding_window=True)
 
 
 @pytest.mark.parametrize(
@@ -236,9 +234,7 @@ def test_shards(tmp_path: Path) -> None:
         file = f"model-{index:05d}-of-00002.safetensors"
         save_file({name: made.tensors[name] for name in part}, tmp_path / file)
         weight_map |= dict.fromkeys(part, file)
-    (tmp_path / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     assert same_tensors(zlab.read(tmp_path).tensors, made.tensors)
 
 

@@ -128,9 +128,7 @@ def test_no_function_outgrows_its_cap() -> None:
 
 
 def test_every_module_says_what_it_owns() -> None:
-    silent = [
-        str(p.relative_to(ROOT)) for p in source_files() if not ast.get_docstring(ast.parse(p.read_text()))
-    ]
+    silent = [str(p.relative_to(ROOT)) for p in source_files() if not ast.get_docstring(ast.parse(p.read_text()))]
     assert silent == []
 
 

@@ -16,9 +16,7 @@ class Shared(nn.Module):
         super().__init__()
         self.first = nn.Linear(48, 64)
         self.again = self.first
-        self.blocks = nn.ModuleList(
-            [nn.Linear(64, 33, bias=False), nn.Sequential(nn.Linear(33, 5), nn.ReLU())]
-        )
+        self.blocks = nn.ModuleList([nn.Linear(64, 33, bias=False), nn.Sequential(nn.Linear(33, 5), nn.ReLU())])
         self.wide = nn.Linear(4, 4, dtype=torch.float64)
 
 

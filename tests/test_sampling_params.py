@@ -62,9 +62,7 @@ def distribution(logits: object, params: SamplingParams, **kwargs: object) -> to
     return target_distribution(logits_TV, params, **{**arguments, **kwargs})  # type: ignore[arg-type]
 
 
-def by_hand(
-    logits: list[float], temperature: float, top_k: int | None, top_p: float, min_p: float
-) -> list[float]:
+def by_hand(logits: list[float], temperature: float, top_k: int | None, top_p: float, min_p: float) -> list[float]:
     """The documented order, with lists."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:top_k]
     top = max(logits)

@@ -37,9 +37,7 @@ def made(*steps: tuple[int, int, int], prefill_s: float = 0.5, step_s: float = 0
     request = RequestStats()
     request.add_prefill(seconds=prefill_s)
     for num_draft, num_accepted, num_emitted in steps:
-        request.add_step(
-            num_draft=num_draft, num_accepted=num_accepted, num_emitted=num_emitted, seconds=step_s
-        )
+        request.add_step(num_draft=num_draft, num_accepted=num_accepted, num_emitted=num_emitted, seconds=step_s)
     request.check()
     return request
 
@@ -114,9 +112,7 @@ def test_identities_round_trip_and_positions(
     steps = [step for some, _ in requests for step in some]
     all_stats = [request for _, request in requests]
     conditional = conditional_acceptance_by_position(all_stats)
-    for i, (survival, condition) in enumerate(
-        zip(survival_by_position(all_stats), conditional, strict=True), 1
-    ):
+    for i, (survival, condition) in enumerate(zip(survival_by_position(all_stats), conditional, strict=True), 1):
         proposed = [accepted for drafted, accepted, _ in steps if drafted >= i]
         reached = [accepted for accepted in proposed if accepted >= i - 1]
         assert survival == pytest.approx(sum(a >= i for a in proposed) / len(proposed))
@@ -215,9 +211,7 @@ def test_requests_of_one_prompt_are_one_cluster() -> None:
 
 def simulated(source: np.random.Generator, conditional: np.ndarray, num_steps: np.ndarray) -> np.ndarray:
     """Accepted proposals of every step of width 8, [requests, steps], -1 beyond a request's own steps."""
-    accepted = np.minimum(
-        source.geometric(1 - conditional[:, None], (len(conditional), num_steps.max())) - 1, 7
-    )
+    accepted = np.minimum(source.geometric(1 - conditional[:, None], (len(conditional), num_steps.max())) - 1, 7)
     return np.where(np.arange(num_steps.max()) < num_steps[:, None], accepted, -1)
 
 

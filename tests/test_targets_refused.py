@@ -70,9 +70,7 @@ def test_a_recurrent_family_that_nobody_listed_is_refused_by_its_cache(
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "rwkv"])
-def test_a_model_that_takes_no_key_value_cache_is_refused(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_takes_no_key_value_cache_is_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(family, **RECURRENT[family]))
     monkeypatch.setattr("blockdraft.config._RECURRENT_MODEL_TYPES", frozenset())
     monkeypatch.setattr("blockdraft.config._is_recurrent", lambda _text: False)
@@ -92,9 +90,7 @@ def test_a_cache_layer_of_an_unknown_class_is_refused(monkeypatch: pytest.Monkey
     class Compressed(DynamicLayer):
         """A subclass may keep more than keys and values."""
 
-    monkeypatch.setitem(
-        DynamicCache.__init__.__globals__["DYNAMIC_LAYER_TYPE_MAPPING"], "full_attention", Compressed
-    )
+    monkeypatch.setitem(DynamicCache.__init__.__globals__["DYNAMIC_LAYER_TYPE_MAPPING"], "full_attention", Compressed)
     with pytest.raises(PairError, match=r"'llama'.*Compressed"):
         RowCache(tiny_config("llama"), "llama")
 

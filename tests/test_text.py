@@ -151,9 +151,7 @@ def test_pieces_of_a_text_join_to_the_whole(kind: str, text: str, cuts: list[int
 @pytest.mark.parametrize("kind", KINDS)
 @LONG
 @given(data=st.data(), cuts=cut_lists, skip=st.booleans())
-def test_pieces_of_any_ids_join_to_the_whole(
-    kind: str, data: st.DataObject, cuts: list[int], skip: bool
-) -> None:
+def test_pieces_of_any_ids_join_to_the_whole(kind: str, data: st.DataObject, cuts: list[int], skip: bool) -> None:
     """A model may emit halves of characters, special ids in the middle and rows that have no token."""
     tokenizer = TOKENIZERS[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=40))
@@ -424,9 +422,7 @@ def write_folder(folder: Path, **settings_: Any) -> Path:
     settings_ = {"tokenizer_class": "TokenizersBackend", "eos_token": "<|im_end|>", **settings_}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings_))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
-    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
     return folder
 

@@ -429,9 +429,7 @@ def request_generators(seed: int | None) -> tuple[torch.Generator, torch.Generat
     if seed is None:
         seed = secrets.randbits(63)
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-        raise RequestError(
-            f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1; None is a fresh one"
-        )
+        raise RequestError(f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1; None is a fresh one")
     generators = []
     for role in (0, 1):
         digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8, person=bytes([role])).digest()

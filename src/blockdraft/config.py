@@ -114,9 +114,7 @@ class RopeConfig:
         for name, number in numbers.items():
             if name not in allowed:
                 takes = ", ".join(allowed) or "no further numbers"
-                raise ConfigError(
-                    f"rope parameter {name} is unknown for rope_type {self.kind}: it takes {takes}"
-                )
+                raise ConfigError(f"rope parameter {name} is unknown for rope_type {self.kind}: it takes {takes}")
             above = None if name.startswith("mscale") else 0.0
             numbers[name] = require_float(f"rope parameter {name}", number, above=above)
         missing = [name for name in required if name not in numbers]
@@ -204,9 +202,7 @@ class DraftConfig:
             )
         require_int("mask_token_id", self.mask_token_id, least=0)
         if self.mask_token_id >= self.vocab_size:
-            raise ConfigError(
-                f"mask_token_id is {self.mask_token_id}: it must be below vocab_size, {self.vocab_size}"
-            )
+            raise ConfigError(f"mask_token_id is {self.mask_token_id}: it must be below vocab_size, {self.vocab_size}")
         _check_taps(self.target_layer_ids, self.num_target_layers)
         self._check_parts()
 
@@ -214,8 +210,7 @@ class DraftConfig:
         if (self.conv is None) != (self.selector is None):
             here, gone = ("conv", "selector") if self.selector is None else ("selector", "conv")
             raise ConfigError(
-                f"{here} settings are given and {gone} settings are not: DFlash 2 needs both, "
-                "DFlash needs neither"
+                f"{here} settings are given and {gone} settings are not: DFlash 2 needs both, DFlash needs neither"
             )
         if self.conv is not None and self.hidden_size % self.conv.group_size:
             raise ConfigError(
@@ -252,9 +247,7 @@ def _check_taps(taps: tuple[int, ...], num_target_layers: int) -> None:
         if isinstance(tap, bool) or not isinstance(tap, int):
             raise ConfigError(f"target_layer_ids holds {tap!r}: every entry must be an integer")
         if tap < 0:
-            raise ConfigError(
-                f"target_layer_ids holds {tap}: negative ids are not allowed, the first layer is 0"
-            )
+            raise ConfigError(f"target_layer_ids holds {tap}: negative ids are not allowed, the first layer is 0")
         if tap >= num_target_layers:
             raise ConfigError(
                 f"target_layer_ids holds {tap}: too big for num_target_layers {num_target_layers}, "
@@ -310,14 +303,10 @@ class TargetFacts:
             raise ConfigError("this config describes a draft: give the model that it drafts for as --target")
         text = next((config[key] for key in _TEXT_KEYS if isinstance(config.get(key), Mapping)), config)
         if config.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
-            raise ConfigError(
-                "the target is an encoder-decoder model: a target must be a causal language model"
-            )
+            raise ConfigError("the target is an encoder-decoder model: a target must be a causal language model")
         model_type = text.get("model_type") or config.get("model_type")
         if not isinstance(model_type, str):
-            raise ConfigError(
-                "model_type is missing from the target's config: give a Hugging Face config.json"
-            )
+            raise ConfigError("model_type is missing from the target's config: give a Hugging Face config.json")
         is_recurrent = _is_recurrent(text) or str(config.get("model_type")) in _RECURRENT_MODEL_TYPES
         end = text.get("eos_token_id") if text.get("eos_token_id") is not None else config.get("eos_token_id")
         pad = text.get("pad_token_id") if text.get("pad_token_id") is not None else config.get("pad_token_id")
@@ -380,9 +369,7 @@ class PairRule:
 def _equal(name: str, what: str, draft: int, target: int) -> PairRule:
     if draft == target:
         return PairRule(name=name, verdict="pass", detail=f"{what} {draft}")
-    return PairRule(
-        name=name, verdict="fail", detail=f"{what}: the draft is made for {draft}, the target has {target}"
-    )
+    return PairRule(name=name, verdict="fail", detail=f"{what}: the draft is made for {draft}, the target has {target}")
 
 
 def pairing_rules(
@@ -458,9 +445,7 @@ def _length_rule(draft: DraftConfig, target: TargetFacts) -> PairRule:
 
 def _recurrent_rule(target: TargetFacts) -> PairRule:
     if not target.is_recurrent:
-        return PairRule(
-            name="recurrent_state", verdict="pass", detail=f"{target.model_type} keeps no recurrent state"
-        )
+        return PairRule(name="recurrent_state", verdict="pass", detail=f"{target.model_type} keeps no recurrent state")
     detail = f"{target.model_type} keeps recurrent state, which this version cannot roll back exactly"
     return PairRule(name="recurrent_state", verdict="fail", detail=detail)
 

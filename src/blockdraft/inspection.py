@@ -186,9 +186,7 @@ def read_target_facts(target_path: Path | str) -> TargetFacts:
     if not path.exists():
         text = str(target_path)
         is_id = text.count("/") == 1 and not text.startswith((".", "/", "~"))
-        hint = (
-            "a hub id is not fetched here, download it first" if is_id else "give a folder or a config.json"
-        )
+        hint = "a hub id is not fetched here, download it first" if is_id else "give a folder or a config.json"
         raise CheckpointError(f"the target {text} does not exist: {hint}")
     raw, folder = zlab.read_raw_config(path)
     if not isinstance(raw, Mapping):
@@ -267,15 +265,12 @@ def _size_lines(report: Mapping[str, Any]) -> list[str]:
     by_part = ", ".join(f"{name} {count:,}" for name, count in parts.items() if name != "total" and count)
     lines = [
         f"parameters {parts['total']:,} in {report['num_tensors']} tensors: {by_part}",
-        f"weights    bf16 {_bytes(sizes['bf16'])}, 8 bits {_bytes(sizes['8_bit'])}, "
-        f"4 bits {_bytes(sizes['4_bit'])}",
+        f"weights    bf16 {_bytes(sizes['bf16'])}, 8 bits {_bytes(sizes['8_bit'])}, 4 bits {_bytes(sizes['4_bit'])}",
     ]
     if weights is None:
         return [*lines, "files      no weights here, only the config was checked"]
     own = f", of its own: {', '.join(weights['own'])}" if weights["own"] else ""
-    found = (
-        f"{weights['num_tensors']} tensors, {'/'.join(weights['dtypes'])}, {_bytes(weights['size_bytes'])}"
-    )
+    found = f"{weights['num_tensors']} tensors, {'/'.join(weights['dtypes'])}, {_bytes(weights['size_bytes'])}"
     return [*lines, f"files      every tensor as the config asks: {found}{own}"]
 
 
@@ -284,8 +279,7 @@ def _cost_lines(report: Mapping[str, Any]) -> list[str]:
     flops = cost["flops"]
     limit = "at most" if cost["is_cache_bounded"] else "at full length"
     return [
-        f"cache      {cost['cache_bytes_per_token']:,} bytes a token, "
-        f"{limit} {_bytes(cost['max_cache_bytes'])} a row",
+        f"cache      {cost['cache_bytes_per_token']:,} bytes a token, {limit} {_bytes(cost['max_cache_bytes'])} a row",
         f"step reads {_bytes(cost['weight_bytes_per_step'])} of draft weights, "
         f"{_bytes(cost['head_bytes_per_step'])} of output head",
         f"step costs {flops['total'] / 1e9:.3g} GFLOP at {cost['reference_context']} positions: "

@@ -60,9 +60,7 @@ class PackedLinear(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
         probe = fn(torch.empty(0, dtype=self.dtype))
         if probe.dtype != self.dtype or probe.device.type != "cpu":
-            raise RuntimeError(
-                "a packed linear layer stays on its device and dtype: move the model, then pack"
-            )
+            raise RuntimeError("a packed linear layer stays on its device and dtype: move the model, then pack")
         super()._apply(fn, recurse)
         return self
 

@@ -79,9 +79,7 @@ class RequestStats:
         assert min((*accepted, *drafted, *full), default=0) >= 0, "a negative histogram entry"
         assert sum(accepted) == self.num_steps, "sum(accepted_histogram) != num_steps"
         assert sum(drafted) == self.num_steps, "sum(drafted_histogram) != num_steps"
-        assert _weighted(accepted) == self.num_accepted_draft_tokens, (
-            "accepted_histogram != num_accepted_draft_tokens"
-        )
+        assert _weighted(accepted) == self.num_accepted_draft_tokens, "accepted_histogram != num_accepted_draft_tokens"
         assert _weighted(drafted) == self.num_draft_tokens, "drafted_histogram != num_draft_tokens"
         assert self.num_accepted_draft_tokens <= self.num_draft_tokens, "more accepted than drafted"
         for i in range(max(len(accepted), len(drafted), len(full))):
@@ -91,9 +89,7 @@ class RequestStats:
         committed = self.num_emitted_tokens + self.num_clipped_tokens
         if self.num_steps > 0:
             expected = 1 + self.num_accepted_draft_tokens + self.num_steps
-            assert committed == expected, (
-                f"emitted + clipped is {committed}, 1 + accepted + steps is {expected}"
-            )
+            assert committed == expected, f"emitted + clipped is {committed}, 1 + accepted + steps is {expected}"
         else:
             assert committed <= 1, f"{committed} tokens without a step"
         assert min(self.prefill_s, self.decode_s) >= 0.0, "negative time"
@@ -108,14 +104,10 @@ class RequestStats:
         """The stats that `to_json` wrote; a ConfigError for unknown, missing or contradicting fields."""
         names = [f.name for f in fields(cls)]
         if not isinstance(raw, Mapping):
-            raise ConfigError(
-                f"request stats are a {type(raw).__name__}; they must be an object with {names}"
-            )
+            raise ConfigError(f"request stats are a {type(raw).__name__}; they must be an object with {names}")
         wrong = sorted(str(key) for key in set(raw) ^ set(names))
         if wrong:
-            raise ConfigError(
-                f"request stats: unknown or missing fields {wrong}; they must be exactly {names}"
-            )
+            raise ConfigError(f"request stats: unknown or missing fields {wrong}; they must be exactly {names}")
         values: dict[str, object] = {}
         for name in names:
             value = raw[name]
@@ -127,9 +119,7 @@ class RequestStats:
             else:
                 is_fine = _is_count(value)
             if not is_fine:
-                raise ConfigError(
-                    f"request stats: {name} is {value!r}; counts are integers and seconds numbers, >= 0"
-                )
+                raise ConfigError(f"request stats: {name} is {value!r}; counts are integers and seconds numbers, >= 0")
             values.setdefault(name, value)
         stats = cls(**values)  # type: ignore[arg-type]
         try:
@@ -369,9 +359,7 @@ def paired_difference(
     r_1, r_2 = sum(a_1.values()) / total_1, sum(a_2.values()) / total_2
     if n < 2:
         return Interval(r_2 - r_1, None, None, level, n)
-    influences = [
-        (a_2[k] - r_2 * s_2[k]) / (total_2 / n) - (a_1[k] - r_1 * s_1[k]) / (total_1 / n) for k in a_1
-    ]
+    influences = [(a_2[k] - r_2 * s_2[k]) / (total_2 / n) - (a_1[k] - r_1 * s_1[k]) / (total_1 / n) for k in a_1]
     half = _critical(level, n) * stdev(influences) / math.sqrt(n)
     return Interval(r_2 - r_1, r_2 - r_1 - half, r_2 - r_1 + half, level, n)
 

@@ -7,5 +7,3 @@ from blockdraft.draft.heads import CandidateLists, Proposal
 from blockdraft.draft.model import DraftModel
 
 __all__ = ["CandidateLists", "DraftCache", "DraftModel", "Proposal"]
-
-propose = DraftModel.propose

@@ -63,9 +63,7 @@ def visible(query_positions_L: Tensor, key_positions_S: Tensor, layer: LayerConf
 
 
 @lru_cache(maxsize=16)
-def _row_mask(
-    layer: LayerConfig, num_context: int, length: int, groups: int, device: torch.device
-) -> Tensor | None:
+def _row_mask(layer: LayerConfig, num_context: int, length: int, groups: int, device: torch.device) -> Tensor | None:
     """Mask [P*L, S+L] of a block right after ``num_context`` kept positions; None where everything is
     visible.
     """

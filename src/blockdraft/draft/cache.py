@@ -22,9 +22,7 @@ _FIRST_SLOTS = 64
 class _LayerStore:
     """The last positions of one layer: slots [begin, end) of a buffer."""
 
-    def __init__(
-        self, limit: int | None, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ):
+    def __init__(self, limit: int | None, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
         self.limit = limit
         self.begin = 0
         self.end = 0
@@ -43,9 +41,7 @@ class _LayerStore:
 
     def _make_room(self, count: int) -> None:
         """Move what stays visible to the front of a buffer of twice the need; amortised O(1) per position."""
-        start = min(
-            self.begin, self.end
-        )  # begin lies beyond end when the new positions fill the window alone
+        start = min(self.begin, self.end)  # begin lies beyond end when the new positions fill the window alone
         kept = self.buffer_2KSA[:, :, start : self.end]
         num_kept = kept.shape[2]
         size = max(2 * (num_kept + count), _FIRST_SLOTS)
@@ -97,9 +93,7 @@ class DraftCache:
         assert len(keys_values) == len(self._stores)
         for store, (k_CKA, v_CKA) in zip(self._stores, keys_values, strict=True):
             count = k_CKA.shape[0]
-            assert count == num_positions or (
-                store.limit is not None and store.limit <= count <= num_positions
-            )
+            assert count == num_positions or (store.limit is not None and store.limit <= count <= num_positions)
             if count < num_positions:
                 store.begin = store.end = 0  # everything older is out of sight
             store.append(k_CKA, v_CKA)

@@ -105,9 +105,7 @@ def _largest(logits_GV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     num_kept = count * _CHUNK
     chunk = best.gather(1, (places // _CHUNK).clamp_max(count - 1))
     in_rest = places - num_kept + num_chunks * _CHUNK
-    return values.gather(-1, places), torch.where(
-        places < num_kept, chunk * _CHUNK + places % _CHUNK, in_rest
-    )
+    return values.gather(-1, places), torch.where(places < num_kept, chunk * _CHUNK + places % _CHUNK, in_rest)
 
 
 def _without_nan(x: Tensor) -> Tensor:

@@ -73,9 +73,7 @@ class Layer(nn.Module):
         """(k_CKA, v_CKA) of committed positions; any leading axes."""
         return self.self_attn.key_value(context_CD, rotation)
 
-    def block(
-        self, x_BLD: Tensor, rotation: Rotation, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    ) -> Tensor:
+    def block(self, x_BLD: Tensor, rotation: Rotation, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """The layer's output for the rows of B separate blocks."""
 
         def attention(u_BLD: Tensor) -> Tensor:
@@ -211,9 +209,7 @@ class DraftModel(nn.Module):
         """
         return pack_linears_(self, rows_hint=self.config.block_size if rows_hint is None else rows_hint)
 
-    def noise(
-        self, anchor_ids: Sequence[int] | Tensor, length: int, embed: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def noise(self, anchor_ids: Sequence[int] | Tensor, length: int, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """noise_BLD of B blocks [anchor, mask, ...], each ``length`` long.
 
         ``embed`` gives raw rows of the target's input embedding for ids; an embedding of the draft's own
@@ -285,9 +281,7 @@ class DraftModel(nn.Module):
             assert isinstance(layer, Layer)
             seen = visible_limit(rule)
             skip = 0 if seen is None else max(0, num_fused - seen)
-            keys_values.append(
-                layer.context_kv(context_CD[skip:], Rotation(rotation.cos[skip:], rotation.sin[skip:]))
-            )
+            keys_values.append(layer.context_kv(context_CD[skip:], Rotation(rotation.cos[skip:], rotation.sin[skip:])))
         cache.append(keys_values, num_new)
 
     @torch.no_grad()
@@ -297,14 +291,11 @@ class DraftModel(nn.Module):
         """
         length = noise_BLD.shape[1]
         rows = [
-            self._rotary.rows(cache.num_positions, length, dtype=self.dtype, device=self.device)
-            for cache in caches
+            self._rotary.rows(cache.num_positions, length, dtype=self.dtype, device=self.device) for cache in caches
         ]
         rotation = rows[0]
         if len(rows) > 1:
-            rotation = Rotation(
-                torch.stack([row.cos for row in rows]), torch.stack([row.sin for row in rows])
-            )
+            rotation = Rotation(torch.stack([row.cos for row in rows]), torch.stack([row.sin for row in rows]))
 
         def attention(index: int, q_BLHA: Tensor, k_BLKA: Tensor, v_BLKA: Tensor) -> Tensor:
             rule = self.config.layers[index]

@@ -41,9 +41,7 @@ def decode_step(rows: Sequence[RunningRow], target: Target, draft: DraftModel | 
     proposals = _propose(rows, widths, target, draft)
     blocks = [_block(row, proposal) for row, proposal in zip(rows, proposals, strict=True)]
     scored = target.forward(blocks, [row.target_row for row in rows])
-    decisions = [
-        _accept(row, proposal, s.logits_TV) for row, proposal, s in zip(rows, proposals, scored, strict=True)
-    ]
+    decisions = [_accept(row, proposal, s.logits_TV) for row, proposal, s in zip(rows, proposals, scored, strict=True)]
     num_emitted = [
         _commit(row, proposal, *decision, s.logits_TV)
         for row, proposal, decision, s in zip(rows, proposals, decisions, scored, strict=True)
@@ -145,9 +143,7 @@ def _accept(row: RunningRow, proposal: Proposal | None, logits_TV: Tensor) -> tu
     return accept(ids_G, q, decided, row.accept_generator)
 
 
-def _commit(
-    row: RunningRow, proposal: Proposal | None, num_accepted: int, next_id: int, logits_TV: Tensor
-) -> int:
+def _commit(row: RunningRow, proposal: Proposal | None, num_accepted: int, next_id: int, logits_TV: Tensor) -> int:
     accepted = [] if proposal is None else proposal.ids_G[:num_accepted].tolist()
     ids = [*accepted, next_id]
     kinds: list[TokenKind] = ["bonus" if index == num_accepted else "accepted" for index in range(len(ids))]

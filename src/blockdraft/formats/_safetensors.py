@@ -65,8 +65,7 @@ def list_entries(folder: Path) -> list[Entry]:
         for entry in _file_entries(file):
             if entry.name in home:
                 raise CheckpointError(
-                    f"tensor {entry.name} stands in two files, {home[entry.name].name} and {file.name}: "
-                    "remove one"
+                    f"tensor {entry.name} stands in two files, {home[entry.name].name} and {file.name}: remove one"
                 )
             home[entry.name] = file
             entries.append(entry)
@@ -77,15 +76,11 @@ def _weight_files(folder: Path) -> list[Path]:
     single, index = folder / WEIGHTS, folder / INDEX
     present = sorted(path.name for path in folder.glob("*.safetensors"))
     if single.exists() and index.exists():
-        raise CheckpointError(
-            f"{folder} holds both {WEIGHTS} and {INDEX}: remove one of the two sets of weights"
-        )
+        raise CheckpointError(f"{folder} holds both {WEIGHTS} and {INDEX}: remove one of the two sets of weights")
     if single.exists():
         others = [name for name in present if name != WEIGHTS]
         if others:
-            raise CheckpointError(
-                f"{folder} holds {others[0]} beside {WEIGHTS}: remove one of the two sets of weights"
-            )
+            raise CheckpointError(f"{folder} holds {others[0]} beside {WEIGHTS}: remove one of the two sets of weights")
         return [single]
     if index.exists():
         return _indexed_files(folder, index, present)
@@ -108,18 +103,12 @@ def _indexed_files(folder: Path, index: Path, present: list[str]) -> list[Path]:
     names = sorted(set(owners.values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{INDEX} names {name!r}: it must be a .safetensors file of the same folder"
-            )
+            raise CheckpointError(f"{INDEX} names {name!r}: it must be a .safetensors file of the same folder")
         if name not in present:
-            raise CheckpointError(
-                f"{INDEX} names {name}, which is missing in {folder}: fetch the checkpoint again"
-            )
+            raise CheckpointError(f"{INDEX} names {name}, which is missing in {folder}: fetch the checkpoint again")
     extra = [name for name in present if name not in names]
     if extra:
-        raise CheckpointError(
-            f"{folder} holds {extra[0]}, which {INDEX} does not name: remove it or index it"
-        )
+        raise CheckpointError(f"{folder} holds {extra[0]}, which {INDEX} does not name: remove it or index it")
     inside = {name: {entry.name for entry in _file_entries(folder / name)} for name in names}
     for tensor, name in owners.items():
         if tensor not in inside[name]:
@@ -129,9 +118,7 @@ def _indexed_files(folder: Path, index: Path, present: list[str]) -> list[Path]:
             if tensor not in owners:
                 raise CheckpointError(f"{name} holds {tensor}, which {INDEX} does not name")
             if owners[tensor] != name:
-                raise CheckpointError(
-                    f"tensor {tensor} stands in two files, {owners[tensor]} and {name}: remove one"
-                )
+                raise CheckpointError(f"tensor {tensor} stands in two files, {owners[tensor]} and {name}: remove one")
     return [folder / name for name in names]
 
 
@@ -144,9 +131,7 @@ def _file_entries(file: Path) -> list[Entry]:
         prefix = stream.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or not 2 <= length <= _MAX_HEADER_BYTES:
-            raise CheckpointError(
-                f"{file} is not a safetensors file ({total} bytes, no header){_pointer_hint(file)}"
-            )
+            raise CheckpointError(f"{file} is not a safetensors file ({total} bytes, no header){_pointer_hint(file)}")
         if 8 + length > total:
             raise CheckpointError(f"{file} is cut short: its header needs {8 + length} bytes, it has {total}")
         text = stream.read(length)
@@ -162,9 +147,7 @@ def _file_entries(file: Path) -> list[Entry]:
     end = 0
     for start, stop, entry in sorted(spans, key=lambda span: span[:2]):
         if start != end:
-            raise CheckpointError(
-                f"{file} is damaged: {entry.name} starts at byte {start} of the data, not at {end}"
-            )
+            raise CheckpointError(f"{file} is damaged: {entry.name} starts at byte {start} of the data, not at {end}")
         end = stop
     if end > data_bytes:
         raise CheckpointError(f"{file} is cut short: its tensors need {end} bytes, {data_bytes} are there")
@@ -182,9 +165,7 @@ def _entry(file: Path, name: str, value: Any) -> tuple[int, int, Entry]:
     if any(isinstance(number, bool) or not isinstance(number, int) or number < 0 for number in numbers):
         raise ValueError(f"tensor {name} has the shape {list(shape)} and the offsets {[start, stop]}")
     if (stop - start) * 8 != math.prod(shape) * _BITS[dtype]:
-        raise ValueError(
-            f"tensor {name} of shape {list(shape)} in {dtype} does not fill its {stop - start} bytes"
-        )
+        raise ValueError(f"tensor {name} of shape {list(shape)} in {dtype} does not fill its {stop - start} bytes")
     return start, stop, Entry(file=file, name=name, dtype=dtype, shape=shape)
 
 

@@ -111,8 +111,7 @@ def config_from_dict(
     draft_vocab_size = fields.pick("draft_vocab_size")
     if draft_vocab_size is not None and draft_vocab_size != vocab_size:
         raise ConfigError(
-            f"draft_vocab_size is {draft_vocab_size!r}: supported is the full vocabulary, "
-            f"vocab_size {vocab_size}"
+            f"draft_vocab_size is {draft_vocab_size!r}: supported is the full vocabulary, vocab_size {vocab_size}"
         )
     conv, selector = _parts(fields, is_v2)
     config = DraftConfig(
@@ -124,9 +123,7 @@ def config_from_dict(
         attention=_attention(fields, hidden_size),
         layers=_layers(fields, num_layers),
         rope=_rope(raw),
-        block_size=fields.require(
-            "block_size", "it is the width of the block, anchor included; there is no default"
-        ),
+        block_size=fields.require("block_size", "it is the width of the block, anchor included; there is no default"),
         mask_token_id=fields.require("mask_token_id", "give the id of the mask token; there is no default"),
         target_layer_ids=_taps(fields, target_hidden_size, fc_shape),
         num_target_layers=fields.require("num_target_layers", "give the number of layers of the target"),
@@ -148,22 +145,16 @@ def _or(value: Any, default: Any) -> Any:
 
 def _declared_class(raw: Mapping[str, Any]) -> str:
     names: Any = raw.get("architectures")
-    if names is not None and (
-        not isinstance(names, list) or not all(isinstance(name, str) for name in names)
-    ):
+    if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)):
         raise ConfigError(f"architectures is {names!r}: it must be a list of class names")
     known = [name for name in names or [] if name in CLASS_OF_FAMILY.values()]
     if len(known) == 1 and names is not None and len(names) == 1:
         return str(known[0])
     supported = " and ".join(CLASS_OF_FAMILY.values())
     if not names:
-        if not any(
-            key in raw for key in ("dflash_config", "target_layer_ids", "block_size", "mask_token_id")
-        ):
+        if not any(key in raw for key in ("dflash_config", "target_layer_ids", "block_size", "mask_token_id")):
             raise ConfigError(f"architectures is missing and there is no dflash_config: {STAND_ALONE}")
-        has_parts = any(
-            "conv_" in key or "selector_" in key for key in [*raw, *(raw.get("dflash_config") or {})]
-        )
+        has_parts = any("conv_" in key or "selector_" in key for key in [*raw, *(raw.get("dflash_config") or {})])
         fits = CLASS_OF_FAMILY["dflash2" if has_parts else "dflash"]
         raise ConfigError(f"architectures is missing: by its fields [{fits!r}] would fit")
     text = ", ".join(names)
@@ -241,16 +232,13 @@ def _layers(fields: _Fields, num_layers: int) -> tuple[LayerConfig, ...]:
         raise ConfigError(f"layer_types is {types!r}: it must list one type for each of {num_layers} layers")
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
-            raise ConfigError(
-                f"layer_types holds {kind!r}: supported are full_attention and sliding_attention"
-            )
+            raise ConfigError(f"layer_types holds {kind!r}: supported are full_attention and sliding_attention")
     slides = [kind == "sliding_attention" for kind in types]
     if fields.nest.get("use_swa") is True and not any(slides):
         slides = [True] * num_layers
     _check_window(any(slides), is_on, window)
     return tuple(
-        LayerConfig(is_causal=slide if causal is None else causal, window=window if slide else None)
-        for slide in slides
+        LayerConfig(is_causal=slide if causal is None else causal, window=window if slide else None) for slide in slides
     )
 
 
@@ -259,9 +247,7 @@ def _check_window(any_slides: bool, is_on: bool | None, window: int | None) -> N
         raise ConfigError("a layer slides and sliding_window is missing: give the width of the window")
     if any_slides and not is_on:
         state = "false" if is_on is False else "missing"
-        raise ConfigError(
-            f"a layer slides and use_sliding_window is {state}: readers disagree, set it to true"
-        )
+        raise ConfigError(f"a layer slides and use_sliding_window is {state}: readers disagree, set it to true")
     if not any_slides and is_on:
         raise ConfigError("use_sliding_window is true and no layer in layer_types slides: make them agree")
     if not any_slides and window is not None and is_on is None:
@@ -278,8 +264,7 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
         for name in sorted((set(params) & set(scaling)) - {"rope_theta"}):
             if not _same(params[name], scaling[name]):
                 raise ConfigError(
-                    f"rope_parameters and rope_scaling differ in {name}: "
-                    f"{params[name]!r} against {scaling[name]!r}"
+                    f"rope_parameters and rope_scaling differ in {name}: {params[name]!r} against {scaling[name]!r}"
                 )
         kinds = [set(place) - {"rope_theta"} for place in (params, scaling)]
         if kinds[0] and kinds[1] and kinds[0] != kinds[1]:
@@ -292,14 +277,10 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
     }
     found = [(name, value) for name, value in places.items() if value is not None]
     if not found:
-        raise ConfigError(
-            "rope_theta is missing: give it at top level or in rope_parameters; there is no default"
-        )
+        raise ConfigError("rope_theta is missing: give it at top level or in rope_parameters; there is no default")
     for name, value in found[1:]:
         if not _same(found[0][1], value):
-            raise ConfigError(
-                f"rope_theta is given twice and differs: {found[0][1]!r} against {value!r} in {name}"
-            )
+            raise ConfigError(f"rope_theta is given twice and differs: {found[0][1]!r} against {value!r} in {name}")
     merged = {**scaling, **params}
     merged.pop("rope_theta", None)
     kind = merged.pop("rope_type", "default" if not merged else None)

@@ -99,15 +99,11 @@ def read_raw_config(source: Path | str) -> tuple[Any, Path | None]:
     elif path.is_file():
         file, folder = path, None
         if path.suffix != ".json":
-            raise CheckpointError(
-                f"{path} is not a config.json: give the folder of the checkpoint or its config.json"
-            )
+            raise CheckpointError(f"{path} is not a config.json: give the folder of the checkpoint or its config.json")
     else:
         text = str(source)
         is_id = text.count("/") == 1 and not text.startswith((".", "/", "~"))
-        hint = (
-            "a hub id is not fetched here, download it first" if is_id else "give a folder or a config.json"
-        )
+        hint = "a hub id is not fetched here, download it first" if is_id else "give a folder or a config.json"
         raise CheckpointError(f"{text} does not exist: {hint}")
     try:
         return read_json(file), folder
@@ -189,9 +185,7 @@ def _canonical_entries(folder: Path) -> dict[str, Entry]:
     for entry in list_entries(folder):
         name = canonical_name(entry.name)
         if name in found:
-            raise CheckpointError(
-                f"{found[name].name} and {entry.name} are the same tensor: remove one of them"
-            )
+            raise CheckpointError(f"{found[name].name} and {entry.name} are the same tensor: remove one of them")
         if name == MASK_EMBEDDING and (folder / MASK_EMBEDDING_FILE).exists():
             raise CheckpointError(
                 f"{entry.name} stands in the weights and in {MASK_EMBEDDING_FILE}: remove one of them"
@@ -225,9 +219,7 @@ def check_header(config: DraftConfig, header: Mapping[str, tuple[str, tuple[int,
         if shape != allowed[name]
     ]
     if wrong:
-        raise CheckpointError(
-            f"{len(wrong)} tensors of another shape: {_some(wrong)}{_taps_hint(config, header)}"
-        )
+        raise CheckpointError(f"{len(wrong)} tensors of another shape: {_some(wrong)}{_taps_hint(config, header)}")
     typed = [f"{name} is {dtype}" for name, (dtype, _) in sorted(header.items()) if dtype not in _FLOATS]
     if typed:
         raise CheckpointError(
@@ -253,11 +245,7 @@ def _diagnose(config: DraftConfig, header: Iterable[str], missing: list[str], ex
     has_v2_part = any(part in name for name in names for part in _V2_PARTS)
     if config.family == "dflash2" and missing and not has_v2_part:
         return f"there are no DFlash 2 parts in the file: the class {CLASS_OF_FAMILY['dflash']} would fit"
-    layers = {
-        int(name.split(".")[1])
-        for name in names
-        if name.startswith("layers.") and name.split(".")[1].isdigit()
-    }
+    layers = {int(name.split(".")[1]) for name in names if name.startswith("layers.") and name.split(".")[1].isdigit()}
     if layers and layers != set(range(config.num_layers)):
         return f"the file has the layers {sorted(layers)}, the config asks for {config.num_layers}"
     if extra and all(name.endswith(".bias") for name in extra):
@@ -274,9 +262,7 @@ def _taps_hint(config: DraftConfig, header: Mapping[str, tuple[str, tuple[int, .
     return f"; fc expects {fits} taps, target_layer_ids lists {config.num_taps}"
 
 
-def read(
-    folder: Path | str, *, dtype: torch.dtype | None = None, allow_mask_is_eos: bool = False
-) -> Checkpoint:
+def read(folder: Path | str, *, dtype: torch.dtype | None = None, allow_mask_is_eos: bool = False) -> Checkpoint:
     """The checkpoint of a folder, every tensor accounted for and finite. `dtype` None: as stored."""
     folder = Path(folder)
     if folder.is_file():
@@ -311,9 +297,7 @@ def _load(entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
 def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
     bad = sorted(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
     if bad:
-        raise CheckpointError(
-            f"{len(bad)} tensors hold NaN or infinity: {_some(bad)}; the checkpoint is damaged"
-        )
+        raise CheckpointError(f"{len(bad)} tensors hold NaN or infinity: {_some(bad)}; the checkpoint is damaged")
 
 
 def _read_mask_embedding(file: Path, config: DraftConfig) -> torch.Tensor:
@@ -335,8 +319,7 @@ def _read_mask_embedding(file: Path, config: DraftConfig) -> torch.Tensor:
             given = given.item()
         if given != config.mask_token_id:
             raise CheckpointError(
-                f"mask_token_id is {given} in {file.name} and {config.mask_token_id} in config.json: "
-                "make them equal"
+                f"mask_token_id is {given} in {file.name} and {config.mask_token_id} in config.json: make them equal"
             )
         value = value["embedding"]
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -344,9 +327,7 @@ def _read_mask_embedding(file: Path, config: DraftConfig) -> torch.Tensor:
     if value.shape == (1, config.hidden_size):
         value = value[0]
     if value.shape != (config.hidden_size,):
-        raise CheckpointError(
-            f"mask_embedding is {list(value.shape)} in {file}, expected {[config.hidden_size]}"
-        )
+        raise CheckpointError(f"mask_embedding is {list(value.shape)} in {file}, expected {[config.hidden_size]}")
     return value
 
 
@@ -387,9 +368,7 @@ def _prepared(checkpoint: Checkpoint, dtype: str | None) -> tuple[dict[str, torc
         for name, tensor in checkpoint.tensors.items()
     }
     kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-    header = {
-        name: (names.get(kinds[name], kinds[name]), tuple(tensor.shape)) for name, tensor in tensors.items()
-    }
+    header = {name: (names.get(kinds[name], kinds[name]), tuple(tensor.shape)) for name, tensor in tensors.items()}
     check_header(checkpoint.config, header)
     _check_finite(tensors)
     return tensors, kinds["fc.weight"]
@@ -405,9 +384,7 @@ def _check_destination(folder: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{folder} is not empty: choose another folder or overwrite explicitly")
     foreign = [name for name in inside if name not in (CONFIG, WEIGHTS, MASK_EMBEDDING_FILE)]
     if foreign:
-        raise CheckpointError(
-            f"{folder} holds {foreign[0]}, which is not part of a checkpoint: choose another folder"
-        )
+        raise CheckpointError(f"{folder} holds {foreign[0]}, which is not part of a checkpoint: choose another folder")
 
 
 def _write_files(

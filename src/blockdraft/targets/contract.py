@@ -65,9 +65,7 @@ class Target(Protocol):
         """Let go of the row's memory. The row must not be used afterwards; freeing it again does nothing."""
         ...
 
-    def forward(
-        self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None
-    ) -> list[Scored]:
+    def forward(self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None) -> list[Scored]:
         """One ``Scored`` per row, in order; ids[i] is a vector of T_i >= 1 ids that follow rows[i].
 
         Positions come from the row, never from the caller. All rows advance, or (on an error) none.

@@ -233,13 +233,30 @@ def load_target(
     dtype None: as stored. pack: weights and attention in the form that is fastest on the CPU, the same up to
     rounding; None does it wherever it pays. The family and the taps are checked before any weight is read.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     source = str(name_or_path)
-    _check_folder(source)
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UnavailableError(f"device {device!r} was asked for and no CUDA device is here: use device 'cpu'")
+    model = load_model(source, tap_layer_ids, dtype=dtype, trust_remote_code=trust_remote_code)
+    model.to(place)
+    can_pack = place.type == "cpu" and not hasattr(model.config, "quantization_config")
+    if pack and not can_pack:
+        raise UnavailableError(
+            f"pack=True needs an unquantised target on the CPU, this one is on {place}: pass pack=None"
+        )
+    if pack or (pack is None and can_pack):
+        pack_linears_(model)
+        use_grouped_attention_(model)
+    return HFTarget(model, tap_layer_ids)
+
+
+def load_model(
+    source: str, tap_layer_ids: Sequence[int], *, dtype: torch.dtype | None, trust_remote_code: bool = False
+) -> Any:
+    """The transformers model itself, whole and without gradients; its family and the taps are checked first."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    _check_folder(source)
     config = _read(AutoConfig, source, trust_remote_code=trust_remote_code)
     facts = _declared_facts(config)
     _checked_taps(tap_layer_ids, facts.num_layers)
@@ -256,16 +273,7 @@ def load_target(
             f"{', ...' if len(missing) > 3 else ''}): fetch it again, or correct its config.json"
         )
     model.requires_grad_(False)
-    model.to(place)
-    can_pack = place.type == "cpu" and not hasattr(config, "quantization_config")
-    if pack and not can_pack:
-        raise UnavailableError(
-            f"pack=True needs an unquantised target on the CPU, this one is on {place}: pass pack=None"
-        )
-    if pack or (pack is None and can_pack):
-        pack_linears_(model)
-        use_grouped_attention_(model)
-    return HFTarget(model, tap_layer_ids)
+    return model
 
 
 def _declared_facts(config: Any) -> TargetFacts:

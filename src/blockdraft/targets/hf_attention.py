@@ -48,18 +48,10 @@ def _grouped_attention(
 ) -> tuple[Tensor, Tensor | None]:
     num_heads, num_queries = query_BHTA.shape[1:3]
     num_kv_heads = key_BKSA.shape[1]
-    unusual = dropout or any(
-        kwargs.get(name) is not None for name in ("position_bias", "softcap", "is_causal")
-    )
+    unusual = dropout or any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "is_causal"))
     is_shared_mask = attention_mask is None or attention_mask.shape[1] == 1
     is_causal_prefill = attention_mask is None and num_queries > 1
-    if (
-        num_heads == num_kv_heads
-        or num_queries > _MAX_QUERIES
-        or not is_shared_mask
-        or is_causal_prefill
-        or unusual
-    ):
+    if num_heads == num_kv_heads or num_queries > _MAX_QUERIES or not is_shared_mask or is_causal_prefill or unusual:
         result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module,
             query_BHTA,

@@ -30,9 +30,7 @@ class WholeLayer(DynamicLayer):
         self._length = 0
         self._room: tuple[Tensor, Tensor] | None = None
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         num_new = key_states.shape[-2]
         end = self._length + num_new
         if self._room is None or end > self._room[0].shape[-2]:
@@ -77,9 +75,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
         self._end = 0  # entries of the buffer in use; the row's last position is the last of them
         self._room: tuple[Tensor, Tensor] | None = None
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         num_new = key_states.shape[-2]
         num_seen = min(self._end, self.sliding_window - 1)  # what the first new query can look back on
         needed = num_seen + num_new

@@ -19,6 +19,7 @@ from torch import Tensor
 from blockdraft.config import TargetFacts
 from blockdraft.errors import ConfigError, RequestError
 from blockdraft.packed import pack_linears_
+from blockdraft.targets.hf import load_model
 
 __all__ = ["BatchWriter", "Written", "load_writer"]
 
@@ -131,8 +132,6 @@ def _choose(logits_BV: Tensor, temperature: float, top_p: float, generator: torc
 
 def load_writer(folder: Path, tap_layer_ids: Sequence[int], *, dtype: torch.dtype) -> BatchWriter:
     """A writer for the target in `folder`, on the CPU with packed weights."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).eval().requires_grad_(False)
+    model = load_model(str(folder), tap_layer_ids, dtype=dtype).eval()
     pack_linears_(model)
     return BatchWriter(model, tap_layer_ids)

@@ -198,8 +198,6 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
         if not item:
             raise RequestError("an empty stop string would end every text at once: remove it")
         if len(item) > MAX_STOP_CHARS:
-            raise RequestError(
-                f"a stop string of {len(item)} characters given, at most {MAX_STOP_CHARS} are allowed"
-            )
+            raise RequestError(f"a stop string of {len(item)} characters given, at most {MAX_STOP_CHARS} are allowed")
         check_unicode(item, "a stop string")
     return tuple(dict.fromkeys(given))

@@ -16,11 +16,13 @@ import torch
 from safetensors.torch import save_file
 
 from blockdraft.errors import ConfigError, RequestError
-from blockdraft.targets.writing import BatchWriter, Written
-from blockdraft.text import Prompt, Tokenizer
+from blockdraft.formats.source import locate
+from blockdraft.targets import ensure_target
+from blockdraft.targets.writing import BatchWriter, Written, load_writer
+from blockdraft.text import Prompt, Tokenizer, load_tokenizer, parse_chat_jsonl
 from blockdraft.train.corpus import CorpusFacts
 
-__all__ = ["Manifest", "chat_prompts", "self_written_prompts", "write_corpus"]
+__all__ = ["Manifest", "chat_prompts", "run_corpus", "self_written_prompts", "write_corpus"]
 
 MANIFEST_FILE = "manifest.json"
 
@@ -33,6 +35,82 @@ class Manifest:
     success: int
     skipped: int
     answer_tokens: int
+
+
+def run_corpus(
+    folder: Path,
+    target: str | Path | None,
+    tap_layer_ids: Sequence[int],
+    *,
+    prompts: Path | None,
+    num_self_prompts: int,
+    max_new_tokens: int,
+    max_length: int,
+    batch_size: int,
+    seed: int,
+    dtype: str,
+    on_progress: Callable[[str], None] | None = None,
+) -> Manifest:
+    """The whole of `blockdraft corpus`: prompts from a JSONL file and from the target itself, answered into `folder`.
+
+    `target` None is the built-in one. Self-written prompts are kept in `folder`, so that a resumed call has the same.
+    """
+    say = on_progress or (lambda _line: None)
+    if prompts is None and num_self_prompts < 1:
+        raise RequestError("no prompts: give a JSONL file, or let the target write some (--self-prompts)")
+    if dtype not in ("float32", "bfloat16"):
+        raise RequestError(f"dtype is {dtype!r}; a corpus is written in float32 or bfloat16")
+    for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
+        if value < 1:
+            raise RequestError(f"{name} is {value}; it must be at least 1")
+    given = [] if prompts is None else _read_prompts(prompts)
+    source = ensure_target(progress=on_progress) if target is None else locate(target, what="target")
+    tokenizer = load_tokenizer(source)
+    writer = load_writer(source, tap_layer_ids, dtype=getattr(torch, dtype))
+    try:
+        ids = chat_prompts(given, tokenizer)
+        if num_self_prompts > 0:
+            say(f"the target writes {num_self_prompts} prompts")
+            ids += _kept_self_prompts(folder, writer, tokenizer, num_self_prompts, batch_size, seed)
+        return write_corpus(
+            folder,
+            ids,
+            writer,
+            target_name=source.name,
+            max_new_tokens=max_new_tokens,
+            max_length=max_length,
+            batch_size=batch_size,
+            seed=seed,
+            on_shard=lambda done, total: say(f"shard {done} of {total}"),
+        )
+    finally:
+        writer.close()
+
+
+def _read_prompts(path: Path) -> list[Prompt]:
+    try:
+        return parse_chat_jsonl(path.read_text(encoding="utf-8-sig").split("\n"))
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror or error}; name a JSONL file of prompts") from None
+
+
+def _kept_self_prompts(
+    folder: Path, writer: BatchWriter, tokenizer: Tokenizer, count: int, batch_size: int, seed: int
+) -> list[list[int]]:
+    path = folder / f"self-prompts-{count}-{batch_size}-{seed}.json"
+    if path.is_file():
+        kept: list[list[int]] = json.loads(path.read_text(encoding="utf-8"))
+        return kept
+    turns = self_written_prompts(
+        writer, tokenizer, count=count, batch_size=batch_size, max_tokens=96, top_p=0.9, seed=seed
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(turns), encoding="utf-8")
+    os.replace(temporary, path)
+    return turns
 
 
 def chat_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:

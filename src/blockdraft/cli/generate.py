@@ -1,103 +1,29 @@
-"""The command line: words -> one library call -> exit code.
+"""`blockdraft generate`: its options, and the prompts it reads.
 
-Owns options, their help, colours and the summary line. Every rule about what is allowed lives in the library; a
-BlockdraftError is printed in one line and exits 2, anything else is our fault and keeps its traceback.
-Nothing heavy is imported before a command runs.
+Knows words and files; what a setting means is the library's.
 """
 
 from __future__ import annotations
 
 import gc
-import io
 import json
-import os
 import sys
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdraft import __version__
-from blockdraft.errors import BlockdraftError, RequestError, UnavailableError, shown
+from blockdraft.cli.show import as_json_object, compare_ways, note, watch
+from blockdraft.errors import RequestError, shown
 
 if TYPE_CHECKING:
-    from blockdraft.engine import Completion, Engine, Request
+    from blockdraft.engine import Engine, Request
 
-app = typer.Typer(
-    name="blockdraft",
-    help="Block drafters for speculative decoding: several tokens per step, the target's own text.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-
-COLOURS = {"first": "33", "accepted": "32", "bonus": "33"}
-LEGEND = "\x1b[32maccepted proposals\x1b[0m and \x1b[33mthe target's own tokens\x1b[0m"
 DEFAULT_NEW_TOKENS = 256
 MAX_THREADS = 1024
-# typer does not export the base of everything it says about a wrong command line; its child it does.
-UsageError: Any = typer.BadParameter.__mro__[1]
 
 
-def main() -> None:
-    """Entry point of the `blockdraft` command."""
-    _prepare_process()
-    gc.disable()  # until the pair is loaded: nothing made on the way is garbage, and looking for it costs a tenth
-    try:
-        code = app(args=sys.argv[1:] or ["--help"], prog_name="blockdraft", standalone_mode=False)
-        sys.stdout.flush()
-    except UsageError as error:
-        command = error.ctx.command_path if error.ctx is not None else "blockdraft"
-        raise SystemExit(_refused(f"{error.format_message().rstrip('.')}; see {command} --help")) from None
-    except BlockdraftError as error:
-        raise SystemExit(_refused(str(error))) from None
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
-        raise SystemExit(141) from None
-    except SystemExit:  # typer's answer to a closed pipe, and to nothing else in this mode
-        raise SystemExit(141) from None
-    finally:
-        gc.enable()
-    raise SystemExit(code or 0)
-
-
-def _prepare_process() -> None:
-    """Leave stderr to our own lines, and let no character that a terminal lacks end the program."""
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-
-
-def _refused(message: str) -> int:
-    print(f"blockdraft: {' '.join(message.split())}", file=sys.stderr)
-    return 2
-
-
-def _show_version(value: bool) -> None:
-    if value:
-        print(f"blockdraft {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
-    ] = False,
-) -> None:
-    pass
-
-
-# ---- generate ----------------------------------------------------------------------------------------------------
-@app.command()
 def generate(
     words: Annotated[
         list[str] | None,
@@ -179,12 +105,12 @@ def generate(
         engine.check(request)
     if as_json:
         for completion in engine.run(requests):
-            print(json.dumps(_as_json(completion), ensure_ascii=False), flush=True)
+            print(json.dumps(as_json_object(completion), ensure_ascii=False), flush=True)
     elif compare:
-        _compare(engine, requests)
+        compare_ways(engine, requests)
     else:
         for number, request in enumerate(requests):
-            _watch(engine, request, explain=number == 0)
+            watch(engine, request, explain=number == 0)
 
 
 @dataclass(frozen=True)
@@ -287,12 +213,7 @@ def _engine(
     no_draft: bool,
     trust_remote_code: bool,
 ) -> Engine:
-    if threads is not None and not 1 <= threads <= MAX_THREADS:
-        raise RequestError(f"--threads is {threads}; it must be from 1 to {MAX_THREADS}")
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
+    set_threads(threads)
     from blockdraft.engine import load
 
     engine = load(
@@ -302,15 +223,11 @@ def _engine(
         device=device,
         speculation="off" if no_draft else "required",
         trust_remote_code=trust_remote_code,
-        progress=_note,
+        progress=note,
     )
     gc.freeze()
     gc.enable()
     return engine
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _request(engine: Engine, asked: _Asked, settings: dict[str, Any], *, may_shorten: bool) -> Request:
@@ -329,141 +246,12 @@ def _request(engine: Engine, asked: _Asked, settings: dict[str, Any], *, may_sho
     return request
 
 
-# ---- showing -----------------------------------------------------------------------------------------------------
-def _watch(engine: Engine, request: Request, *, explain: bool) -> Completion:
-    """Print the text as it is committed, then one line of numbers on stderr. `explain`: name the colours first."""
-    ticket = engine.submit(request)
-    speculates = engine.draft is not None and request.speculate is not False
-    coloured = speculates and _has_colours(sys.stdout)
-    if coloured and explain and _has_colours(sys.stderr):
-        _note(LEGEND)
-    for events in engine.follow(ticket):
-        for event in events:
-            if event.text:
-                print(_painted(event.text, event.kind) if coloured else event.text, end="", flush=True)
-    print(flush=True)
-    completion = ticket.completion
-    assert completion is not None
-    _note(f"[{_summary(completion, is_plain_wanted=request.speculate is False)}]")
-    return completion
+def set_threads(threads: int | None) -> None:
+    """Set torch's CPU threads; None leaves them as they are."""
+    if threads is None:
+        return
+    if not 1 <= threads <= MAX_THREADS:
+        raise RequestError(f"--threads is {threads}; it must be from 1 to {MAX_THREADS}")
+    import torch
 
-
-def _has_colours(stream: TextIO) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def _painted(text: str, kind: str) -> str:
-    """The text in its colour, line by line: no colour reaches over a line end."""
-    return "\n".join(f"\x1b[{COLOURS[kind]}m{part}\x1b[0m" if part.strip() else part for part in text.split("\n"))
-
-
-def _summary(completion: Completion, *, is_plain_wanted: bool) -> str:
-    from blockdraft.stats import committed_acceptance_length, decode_tok_per_s
-
-    stats, speculation = completion.stats, completion.speculation
-    parts = [f"{stats.num_emitted_tokens} tokens in {stats.num_steps} steps"]
-    if speculation.enabled or stats.num_draft_tokens:
-        per_step = committed_acceptance_length([stats])
-        if per_step is not None:
-            parts[0] += f", {per_step:.2f} a step"
-        used = f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} proposals accepted"
-        parts.append(used if speculation.width is None else f"{used} (width {speculation.width})")
-    speed = decode_tok_per_s([stats])
-    if speed is not None:
-        parts.append(f"{speed:.1f} tok/s")
-    parts.append(f"prefill {stats.prefill_s * 1000:.0f} ms")
-    if not speculation.enabled and not is_plain_wanted:
-        parts.append(f"no draft: {speculation.reason}")
-    if completion.finish_reason == "length":
-        parts.append("length limit")
-    return "; ".join(parts)
-
-
-def _compare(engine: Engine, requests: list[Request]) -> None:
-    from blockdraft.stats import committed_acceptance_length, decode_tok_per_s
-
-    plain, drafted = [], []
-    for number, request in enumerate(requests):
-        _note("--- plain decoding")
-        plain.append(_watch(engine, replace(request, speculate=False, width=None), explain=False))
-        _note("--- with the draft")
-        drafted.append(_watch(engine, replace(request, speculate=True), explain=number == 0))
-    same = sum(a.token_ids == b.token_ids for a, b in zip(plain, drafted, strict=True))
-    is_greedy = requests[0].sampling.is_greedy
-    if not is_greedy:
-        verdict = "two samples of one distribution"
-    elif same == len(requests):
-        verdict = "the same text"
-    else:
-        verdict = f"the same text for {same} of {len(requests)} prompts"
-    rates = [decode_tok_per_s([c.stats for c in side]) for side in (plain, drafted)]
-    steps = committed_acceptance_length([c.stats for c in drafted])
-    if steps is not None and rates[0] and rates[1]:
-        ratio = rates[1] / rates[0]
-        verdict += f"; {steps:.2f} tokens a step; {rates[0]:.1f} tok/s plain, {rates[1]:.1f} with the draft"
-        verdict += f" ({ratio:.2f}x)"
-    _note(f"--- {verdict}")
-    if is_greedy and same < len(requests):
-        _note("    greedy texts part where two tokens are equal up to rounding; --dtype float64 is the judge")
-
-
-def _as_json(completion: Completion) -> dict[str, Any]:
-    shown: dict[str, Any] = {
-        "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "finish_reason": completion.finish_reason,
-        "stop": completion.stop,
-        "stats": completion.stats.to_json(),
-        "speculation": {
-            "enabled": completion.speculation.enabled,
-            "width": completion.speculation.width,
-            "reason": completion.speculation.reason,
-        },
-    }
-    if any(event.logprobs is not None for event in completion.events):
-        shown["logprobs"] = [
-            {
-                "token_id": event.token_id,
-                "kind": event.kind,
-                "logprob": event.logprobs.logprob,
-                "top": [list(pair) for pair in event.logprobs.top],
-            }
-            for event in completion.events
-            if event.logprobs is not None
-        ]
-    return shown
-
-
-# ---- inspect and pull --------------------------------------------------------------------------------------------
-@app.command()
-def inspect(
-    draft: Annotated[str, typer.Argument(metavar="DRAFT", help="Folder, config.json or hub id of a draft.")],
-    target: Annotated[str | None, typer.Option(help="Target: folder, config.json or hub id.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
-) -> None:
-    """What is this checkpoint, does it fit the target, what will it cost. Needs no torch, reads no weights."""
-    from blockdraft.formats.source import locate
-    from blockdraft.inspection import inspect_checkpoint, render_text
-
-    found = locate(draft, what="draft", config_only=True)
-    pair = None if target is None else locate(target, what="target", config_only=True)
-    report = inspect_checkpoint(found, pair)
-    print(json.dumps(report, indent=1) if as_json else render_text(report), end="\n" if as_json else "")
-
-
-@app.command()
-def pull(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The pair to fetch.")] = "smollm2-135m",
-) -> None:
-    """Fetch a ready pair: check it, convert it once, and say where it is."""
-    if name != "smollm2-135m":
-        raise UnavailableError(f"no ready pair {shown(name)}; there is smollm2-135m")
-    from blockdraft.engine.load import builtin_draft
-    from blockdraft.targets.smollm2 import ensure_target
-
-    print(f"target {ensure_target(progress=_note)}")
-    print(f"draft  {builtin_draft()}")
-
-
-if __name__ == "__main__":
-    main()
+    torch.set_num_threads(threads)

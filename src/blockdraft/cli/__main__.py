@@ -1,0 +1,3 @@
+from blockdraft.cli import main
+
+main()

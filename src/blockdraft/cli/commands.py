@@ -1,0 +1,99 @@
+"""The short commands: train, corpus, inspect, pull. Each is one library call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blockdraft.cli.generate import set_threads
+from blockdraft.cli.show import note
+from blockdraft.errors import RequestError, UnavailableError, shown
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="TOML file; every number of the run is in it.")],
+    corpus: Annotated[Path, typer.Option(help="Folder that `blockdraft corpus` wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; an interrupted run in it goes on.")],
+    target: Annotated[str | None, typer.Option(help="Target: folder or hub id. Without it, the built-in one.")] = None,
+    stop_after: Annotated[int | None, typer.Option(help="Pause at this step; the next call goes on.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+) -> None:
+    """Train a drafter on a corpus; the last step exports it to OUT/draft."""
+    set_threads(threads)
+    from blockdraft.train.command import run_training
+
+    done = run_training(recipe, corpus, target, out, stop_after=stop_after, on_progress=note)
+    print(f"step {done.step} of {done.num_steps}" if done.draft is None else f"drafter {done.draft}")
+
+
+def corpus(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the corpus goes; goes on where it stopped.")],
+    taps: Annotated[str, typer.Option(help="Target layers the draft will read, such as 1,8,14,20,27.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSONL file, a {"prompt": ...} or {"messages": [...]} per line.')
+    ] = None,
+    self_prompts: Annotated[int, typer.Option(help="Let the target make up so many prompts (and answer them).")] = 0,
+    target: Annotated[str | None, typer.Option(help="Target: folder or hub id. Without it, the built-in one.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Length limit of an answer.")] = 256,
+    max_length: Annotated[int, typer.Option(help="Longer prompt-and-answer pairs are skipped and counted.")] = 640,
+    batch_size: Annotated[int, typer.Option(help="Rows written at once.")] = 48,
+    seed: Annotated[int, typer.Option(help="Order of the prompts, and what is sampled.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+) -> None:
+    """Let a target write the text that a drafter is trained on, and keep the hidden states of its taps."""
+    try:
+        tap_layer_ids = tuple(int(word) for word in taps.split(","))
+    except ValueError:
+        raise RequestError(f"--taps {shown(taps)}: give layer numbers with commas, such as 1,8,14,20,27") from None
+    set_threads(threads)
+    from blockdraft.train.writer import run_corpus
+
+    manifest = run_corpus(
+        folder,
+        target,
+        tap_layer_ids,
+        prompts=prompts,
+        num_self_prompts=self_prompts,
+        max_new_tokens=max_new_tokens,
+        max_length=max_length,
+        batch_size=batch_size,
+        seed=seed,
+        dtype=dtype,
+        on_progress=note,
+    )
+    print(
+        f"{manifest.success} answers of {manifest.answer_tokens} tokens in {folder}; "
+        f"{manifest.skipped} of {manifest.given} prompts skipped as too long"
+    )
+
+
+def inspect(
+    draft: Annotated[str, typer.Argument(metavar="DRAFT", help="Folder, config.json or hub id of a draft.")],
+    target: Annotated[str | None, typer.Option(help="Target: folder, config.json or hub id.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
+) -> None:
+    """What is this checkpoint, does it fit the target, what will it cost. Needs no torch, reads no weights."""
+    from blockdraft.formats.source import locate
+    from blockdraft.inspection import inspect_checkpoint, render_text
+
+    found = locate(draft, what="draft", config_only=True)
+    pair = None if target is None else locate(target, what="target", config_only=True)
+    report = inspect_checkpoint(found, pair)
+    print(json.dumps(report, indent=1) if as_json else render_text(report), end="\n" if as_json else "")
+
+
+def pull(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The pair to fetch.")] = "smollm2-135m",
+) -> None:
+    """Fetch a ready pair: check it, convert it once, and say where it is."""
+    if name != "smollm2-135m":
+        raise UnavailableError(f"no ready pair {shown(name)}; there is smollm2-135m")
+    from blockdraft.engine.load import builtin_draft
+    from blockdraft.targets.smollm2 import ensure_target
+
+    print(f"target {ensure_target(progress=note)}")
+    print(f"draft  {builtin_draft()}")
