@@ -129,7 +129,7 @@ def test_zero_successor_codebook_is_the_plain_argmax() -> None:
     assert second.candidate_selector is not None
     second.candidate_selector.successor_codebook.zero_()
     hidden, logits = hidden_and_logits(second, 8)
-    ids = [propose(m, hidden, 1, logits, 0.0, None, exclude_ids=(39,)).ids_G.tolist() for m in (first, second)]
+    ids = [m.propose(hidden, 1, logits, 0.0, None, exclude_ids=(39,)).ids_G.tolist() for m in (first, second)]
     assert ids[0] == ids[1] == logits[:, :39].argmax(-1).tolist()
 
 
