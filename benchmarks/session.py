@@ -73,7 +73,13 @@ def load_engine(options: argparse.Namespace) -> Engine:
     torch.set_num_threads(options.threads)
     from blockdraft.engine import load
 
-    return load(options.draft, options.target, dtype=options.dtype, device=options.device, progress=note)
+    return load(
+        options.draft,
+        options.target,
+        dtype=options.dtype,
+        device=options.device,
+        progress=lambda line, _done: note(line),
+    )
 
 
 def target_folder(options: argparse.Namespace) -> Path:

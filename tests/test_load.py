@@ -116,9 +116,12 @@ def test_without_names_the_built_in_pair_is_meant(
     asked = []
     monkeypatch.setattr(load_module, "ensure_target", lambda progress: asked.append(progress) or tiny_pair.target)
     monkeypatch.setattr(load_module, "builtin_draft", lambda: tiny_pair.draft)
-    lines: list[str] = []
-    engine = load(progress=lines.append)
-    assert engine.draft is not None and asked == [lines.append]
+
+    def progress(_line: str, _done: float) -> None:
+        pass
+
+    engine = load(progress=progress)
+    assert engine.draft is not None and asked == [progress]
     assert load(speculation="off").draft is None
     broken = changed_copy(tiny_pair.draft, tmp_path / "draft", vocab_size=99)
     monkeypatch.setattr(load_module, "builtin_draft", lambda: broken)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli.generate import set_threads
-from blockdraft.cli.show import note
+from blockdraft.cli.show import FetchProgress, note
 from blockdraft.errors import RequestError, UnavailableError, shown
 
 
@@ -95,5 +95,10 @@ def pull(
     from blockdraft.engine.load import builtin_draft
     from blockdraft.targets.smollm2 import ensure_target
 
-    print(f"target {ensure_target(progress=note)}")
+    progress = FetchProgress()
+    try:
+        folder = ensure_target(progress=progress)
+    finally:
+        progress.close()
+    print(f"target {folder}")
     print(f"draft  {builtin_draft()}")

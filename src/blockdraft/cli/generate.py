@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdraft.cli.show import as_json_object, compare_ways, note, watch
+from blockdraft.cli.show import FetchProgress, as_json_object, compare_ways, watch
 from blockdraft.errors import RequestError, shown
 
 if TYPE_CHECKING:
@@ -216,15 +216,19 @@ def _engine(
     set_threads(threads)
     from blockdraft.engine import load
 
-    engine = load(
-        draft,
-        target,
-        dtype=dtype,
-        device=device,
-        speculation="off" if no_draft else "required",
-        trust_remote_code=trust_remote_code,
-        progress=note,
-    )
+    fetching = FetchProgress()
+    try:
+        engine = load(
+            draft,
+            target,
+            dtype=dtype,
+            device=device,
+            speculation="off" if no_draft else "required",
+            trust_remote_code=trust_remote_code,
+            progress=fetching,
+        )
+    finally:
+        fetching.close()
     gc.freeze()
     gc.enable()
     return engine

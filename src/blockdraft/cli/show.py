@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from blockdraft.engine import Completion, Engine, Request
 
 COLOURS = {"first": "36", "accepted": "32", "bonus": "33"}
@@ -21,6 +23,42 @@ LEGEND = ", ".join(f"\x1b[{COLOURS[kind]}m{meaning}\x1b[0m" for kind, meaning in
 def note(line: str) -> None:
     """One line on stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+class FetchProgress:
+    """What a first-time fetch is doing: a bar on a terminal, a line for each stage elsewhere."""
+
+    def __init__(self) -> None:
+        self._line = ""
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, line: str, done: float) -> None:
+        if sys.stderr.isatty():
+            self._draw(line, done)
+        elif line != self._line:
+            note(line)
+        self._line = line
+
+    def _draw(self, line: str, done: float) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        if self._bar is None:
+            columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._bar.start()
+            self._task = self._bar.add_task(line, total=1.0)
+        assert self._task is not None
+        self._bar.update(self._task, completed=done, description=line)
+        if done >= 1.0:
+            self.close()
+
+    def close(self) -> None:
+        """Take the bar off the terminal, finished or not."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
 def watch(engine: Engine, request: Request, *, explain: bool) -> Completion:

@@ -47,13 +47,13 @@ def load(
     speculation: SpeculationMode = "required",
     max_rows: int = 16,
     trust_remote_code: bool = False,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Engine:
     """An engine for a pair; without names, for the built-in one.
 
     `speculation`: "required" makes a draft that does not fit, or is not there, an error; "optional" goes on without
     it and says so in every completion; "off" loads no draft. `dtype` holds for both halves. `progress` is called with
-    one short line as each stage of a first-time fetch begins.
+    what a first-time fetch is doing and the share of it that is done.
     """
     if speculation not in ("required", "optional", "off"):
         raise RequestError(f'speculation is {speculation!r}; allowed are "required", "optional" and "off"')

