@@ -259,3 +259,84 @@ def test_a_failed_request_leaves_nothing_behind(model):
     with pytest.raises(RequestError):
         engine.run([good, Request(prompt_ids=PROMPT, max_new_tokens=100_000)])
     assert engine.num_running == engine.num_waiting == 0
+
+
+def _failing_after(target, monkeypatch, *, calls: int) -> None:
+    """The target's forward raises at that call, and never again."""
+    real, count = target.forward, [0]
+
+    def forward(*args, **kwargs):
+        count[0] += 1
+        if count[0] == calls:
+            raise MemoryError("no room")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(target, "forward", forward)
+
+
+def test_a_step_that_breaks_off_ends_its_rows_and_leaves_the_engine_as_new(model, ar_text, monkeypatch):
+    target = hf_target(model)
+    engine = Engine(target, random_draft(draft_config(target.facts)))
+    tickets = [
+        engine.submit(Request(prompt_ids=p, max_new_tokens=30, stop_ids=NO_STOP)) for p in (PROMPT, PROMPT[::-1])
+    ]
+    engine.step()
+    seen = [len(ticket.row.events) for ticket in tickets]
+    with monkeypatch.context() as patch:
+        # the second row fails to commit, when the first one has: neither may keep a part of the step
+        patch.setattr(type(tickets[1].row), "commit", _committing_for(tickets[0].row))
+        with pytest.raises(RuntimeError, match="broken off"):
+            engine.step()
+    assert engine.num_running == 0
+    for ticket, count in zip(tickets, seen, strict=True):
+        done = ticket.completion
+        assert done is not None and done.finish_reason == "cancelled"
+        assert len(done.token_ids) == len(done.events) == done.stats.num_emitted_tokens == count
+        assert ticket.row.target_row.num_bytes == 0
+    assert list(run_one(engine, prompt_ids=PROMPT, max_new_tokens=60, stop_ids=NO_STOP).token_ids) == ar_text
+
+
+def _committing_for(row):
+    real = type(row).commit
+
+    def commit(self, *args):
+        if self is not row:
+            raise RuntimeError("broken off")
+        return real(self, *args)
+
+    return commit
+
+
+def test_a_prefill_that_fails_ends_its_own_request_only(model, ar_text, monkeypatch):
+    target = hf_target(model)
+    engine = Engine(target, random_draft(draft_config(target.facts)))
+    first = engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=60, stop_ids=NO_STOP))
+    engine.step()
+    second = engine.submit(Request(prompt_ids=[1, 2, 3], max_new_tokens=5, stop_ids=NO_STOP))
+    _failing_after(target, monkeypatch, calls=1)
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert second.is_finished and second.completion.finish_reason == "cancelled" and list(engine.follow(second)) == []
+    for _ in engine.follow(first):
+        pass
+    assert list(first.completion.token_ids) == ar_text
+
+
+def test_a_run_that_breaks_off_leaves_nothing_that_a_later_one_would_finish(model, ar_text, monkeypatch):
+    target = hf_target(model)
+    engine = Engine(target, random_draft(draft_config(target.facts)), max_rows=1)
+    _failing_after(target, monkeypatch, calls=3)
+    with pytest.raises(MemoryError):
+        engine.run([Request(prompt_ids=PROMPT, max_new_tokens=30, stop_ids=NO_STOP)] * 3)
+    assert engine.num_running == engine.num_waiting == 0
+    assert list(run_one(engine, prompt_ids=PROMPT, max_new_tokens=60, stop_ids=NO_STOP).token_ids) == ar_text
+
+
+def test_a_stream_that_was_never_begun_is_never_run(model):
+    target = hf_target(model)
+    engine = Engine(target, random_draft(draft_config(target.facts)))
+    with pytest.raises(RequestError):
+        engine.stream(Request(prompt_ids=PROMPT, max_new_tokens=100_000))
+    stream = engine.stream(Request(prompt_ids=PROMPT, max_new_tokens=5))
+    stream.close()
+    assert engine.num_running == engine.num_waiting == 0

@@ -151,7 +151,12 @@ class Engine:
             self._admit(self._waiting.popleft())
         rows = [ticket.row for ticket in self._running if ticket.row is not None]
         if rows:
-            decode_step(rows, self.target, self.draft)
+            try:
+                decode_step(rows, self.target, self.draft)
+            except BaseException:
+                for ticket in list(self._running):  # a step that broke off leaves no row that could go on
+                    self._abandon(ticket)
+                raise
         for ticket in [t for t in self._running if t.row is not None and t.row.is_finished]:
             self._running.remove(ticket)
             self._retire(ticket)
@@ -161,13 +166,25 @@ class Engine:
         for request in requests:
             self.check(request)
         tickets = [self.submit(request) for request in requests]
-        while not all(ticket.is_finished for ticket in tickets):
-            self.step()
+        try:
+            while not all(ticket.is_finished for ticket in tickets):
+                self.step()
+        except BaseException:
+            for ticket in tickets:
+                self.cancel(ticket)
+            raise
         return [ticket.completion for ticket in tickets if ticket.completion is not None]
 
     def stream(self, request: Request) -> Iterator[list[TokenEvent]]:
-        """The events of each step of one request as they are committed. Closing the iterator cancels the request."""
-        return self.follow(self.submit(request))
+        """The events of each step of one request as they are committed. Closing the iterator cancels the request.
+
+        The request is checked at once and joins the queue when the first events are asked for.
+        """
+        self.check(request)
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[list[TokenEvent]]:
+        yield from self.follow(self.submit(request))
 
     def follow(self, ticket: Ticket) -> Iterator[list[TokenEvent]]:
         """The events of a submitted request, driving the engine until it is finished; closing cancels it."""
@@ -208,13 +225,23 @@ class Engine:
     def _admit(self, ticket: Ticket) -> None:
         row = ticket.row = self._new_row(ticket.request)
         started = now_s()
-        logits_1V = prefill(row, self.target, self.draft, chunk_size=self.prefill_chunk_size)
-        first_token(row, logits_1V)
+        try:
+            logits_1V = prefill(row, self.target, self.draft, chunk_size=self.prefill_chunk_size)
+            first_token(row, logits_1V)
+        except BaseException:
+            self._abandon(ticket)
+            raise
         row.stats.add_prefill(seconds=now_s() - started)
         self._running.append(ticket)
         if row.is_finished:
             self._running.remove(ticket)
             self._retire(ticket)
+
+    def _abandon(self, ticket: Ticket) -> None:
+        """End a request whose step broke off: what that step had begun is dropped."""
+        assert ticket.row is not None
+        ticket.row.drop_uncounted()
+        self.cancel(ticket)
 
     def _retire(self, ticket: Ticket) -> None:
         row = ticket.row

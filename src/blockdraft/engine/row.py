@@ -118,6 +118,12 @@ class RunningRow:
             return None
         return text + self.scanner.flush().text if self.is_finished else text
 
+    def drop_uncounted(self) -> None:
+        """Forget the tokens of a step that never came to its end, hence to the counters."""
+        num_counted = self.stats.num_emitted_tokens
+        del self.ids[self.num_prompt + num_counted :]
+        del self.events[num_counted:]
+
     def finish(self, reason: FinishReason, stop: int | str | None) -> None:
         self.finish_reason, self.stop = reason, stop
 
