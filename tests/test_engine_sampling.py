@@ -51,7 +51,7 @@ class TableDraft:
     def __init__(self, config, law_VV: Tensor, *, is_argmax: bool = False, claims_law: bool = False) -> None:
         self.config, self.law_VV, self.is_argmax = config, law_VV, is_argmax
         self.claims_law = claims_law or not is_argmax
-        self.max_length, self.own_head = config.max_position_embeddings, None
+        self.max_length, self.own_embedding, self.own_head = config.max_position_embeddings, None, None
 
     def new_cache(self):
         return type("Count", (), {"num_positions": 0})()
