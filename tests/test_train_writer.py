@@ -52,6 +52,16 @@ def test_text_and_taps_are_those_of_one_row_at_a_time(model, tmp_path):
     assert seen == {tuple(prompt) for prompt in PROMPTS}
 
 
+def test_an_answer_ends_where_serving_ends_it():
+    own = tiny_model()
+    end = plain_ids(own, PROMPTS[0], 20)[4]
+    own.generation_config.eos_token_id = [31, end]
+    writer = BatchWriter(own, TAPS)
+    target = hf_target(own, TAPS)
+    assert writer.facts.eos_token_ids == target.facts.eos_token_ids == (31, end)
+    writer.close()
+
+
 def test_an_interrupted_corpus_goes_on_where_it_stopped(model, tmp_path):
     write_all(tmp_path / "whole", model)
 

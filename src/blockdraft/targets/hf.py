@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from blockdraft.config import TargetFacts
+from blockdraft.config import TargetFacts, token_ids
 from blockdraft.errors import CheckpointError, PairError, RequestError, UnavailableError
 from blockdraft.packed import pack_linears_
 
@@ -292,17 +292,19 @@ def _facts_of(model: Any) -> TargetFacts:
     if getattr(model, "_is_stateful", False):
         raise PairError(refusal(config.model_type, "recurrent state"))
     facts = _declared_facts(config)
-    eos = dict.fromkeys(facts.eos_token_ids)
-    generation = getattr(model, "generation_config", None)
-    extra = getattr(generation, "eos_token_id", None)
-    if extra is not None:
-        eos.update(dict.fromkeys(extra if isinstance(extra, (list, tuple)) else [extra]))
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
     return dataclasses.replace(
         facts,
-        vocab_size=int(model.get_input_embeddings().weight.shape[0]),
+        vocab_size=vocab_size,
         max_length=min([facts.max_length, *_rope_limits(config.get_text_config(decoder=True))]),
-        eos_token_ids=tuple(eos),
+        eos_token_ids=end_ids_of(model, facts, vocab_size),
     )
+
+
+def end_ids_of(model: Any, facts: TargetFacts, vocab_size: int) -> tuple[int, ...]:
+    """The ids that end a text: those of the configuration and of the generation config that the model can emit."""
+    more = token_ids("eos_token_id", getattr(getattr(model, "generation_config", None), "eos_token_id", None))
+    return tuple(dict.fromkeys(i for i in (*facts.eos_token_ids, *more) if i < vocab_size))
 
 
 def _rope_limits(config: Any) -> list[int]:

@@ -8,6 +8,7 @@ Letters: B rows, S positions of a row, N taps, E target width, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from blockdraft.config import TargetFacts
 from blockdraft.errors import ConfigError, RequestError
 from blockdraft.packed import pack_linears_
-from blockdraft.targets.hf import load_model
+from blockdraft.targets.hf import end_ids_of, load_model
 
 __all__ = ["BatchWriter", "Written", "load_writer"]
 
@@ -38,7 +39,8 @@ class BatchWriter:
 
     def __init__(self, model: Any, tap_layer_ids: Sequence[int]) -> None:
         self.model, self.tap_layer_ids = model, tuple(tap_layer_ids)
-        self.facts = TargetFacts.from_config(model.config.to_dict())
+        facts = TargetFacts.from_config(model.config.to_dict())
+        self.facts = dataclasses.replace(facts, eos_token_ids=end_ids_of(model, facts, facts.vocab_size))
         layers = model.get_decoder().layers
         for layer in self.tap_layer_ids:
             if not 0 <= layer < len(layers):
