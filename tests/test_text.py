@@ -450,6 +450,28 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_settings_that_are_nested_too_deeply_are_named(tmp_path: Path) -> None:
+    (write_folder(tmp_path) / "tokenizer_config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        load_tokenizer(tmp_path)
+
+
+def test_code_of_a_folder_runs_by_consent_only_and_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path, tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
+    (folder / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked at a prompt"))
+    with pytest.raises(CheckpointError, match="custom code"):
+        load_tokenizer(folder)
+    text = CORPUS[0]
+    assert load_tokenizer(folder, trust_remote_code=True).encode(text, True) == TOKENIZERS["byte_level"].encode(
+        text, True
+    )
+
+
 def test_the_built_in_tokenizer_is_the_one_transformers_loads() -> None:
     from transformers import AutoTokenizer
 

@@ -80,7 +80,7 @@ def load(
         device=place,
         trust_remote_code=trust_remote_code,
     )
-    tokenizer = load_tokenizer(target_folder)
+    tokenizer = load_tokenizer(target_folder, trust_remote_code=trust_remote_code)
     return Engine(loaded, model, tokenizer=tokenizer, draft_off_reason=reason, max_rows=max_rows)
 
 

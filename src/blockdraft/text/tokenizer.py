@@ -170,12 +170,15 @@ class Tokenizer:
                 )
 
 
-def load_tokenizer(path: Path | str) -> Tokenizer:
-    """The tokenizer of a target folder: read by ``tokenizers`` alone where exact, else by transformers."""
+def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer of a target folder: read by ``tokenizers`` alone where exact, else by transformers.
+
+    Code that the folder brings runs only with trust_remote_code; nobody is asked at a prompt.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"no tokenizer at {folder}: expected a folder with tokenizer.json")
-    return _load_plain(folder) or _load_auto(folder)
+    return _load_plain(folder) or _load_auto(folder, trust_remote_code)
 
 
 def _load_plain(folder: Path) -> Tokenizer | None:
@@ -213,11 +216,11 @@ def _load_plain(folder: Path) -> Tokenizer | None:
     )
 
 
-def _load_auto(folder: Path) -> Tokenizer:
+def _load_auto(folder: Path, trust_remote_code: bool) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        auto: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        auto: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers and tokenizers raise anything here, bare Exception included
         reason = " ".join(str(error).split())[:200].rstrip() or type(error).__name__
         found = "" if (folder / "tokenizer.json").is_file() else "there is no tokenizer.json; "
@@ -254,8 +257,10 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    except RecursionError:
+        raise CheckpointError(f"{file} is not valid JSON: it is nested too deeply") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} must hold a JSON object, it holds a {type(content).__name__}")
     return content
