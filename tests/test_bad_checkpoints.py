@@ -54,6 +54,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": "32"}, "hidden_size is '32'"),
     ({"intermediate_size": 0}, "intermediate_size is 0"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    ({"num_hidden_layers": 10**15, "layer_types": None}, "more than 1000 layers"),
     ({"num_attention_heads": 3}, "num_attention_heads is 3"),
     ({"num_attention_heads": 6, "head_dim": None}, "head_dim is missing"),
     ({"head_dim": 7}, "head_dim is 7"),
@@ -170,6 +171,7 @@ def test_config_of_another_kind(raw: Any, message: str) -> None:
         ('{"hidden_size": 32, "hidden_size": 64}', "the key 'hidden_size' stands twice"),
         ('{"rms_norm_eps": NaN}', "NaN is not a number"),
         ("\udcff", "is not a JSON file"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_config_that_is_not_json(tmp_path: Path, text: str, message: str) -> None:
@@ -358,6 +360,8 @@ BAD_FILES: list[tuple[Callable[[Path], None], str]] = [
     (mask_embedding(torch.full((32,), float("nan"))), "hold NaN or infinity: mask_embedding"),
     (mask_embedding(Foreign()), "cannot be read as plain tensors"),
     (text_file("mask_embedding.pt", "junk"), "cannot be read as plain tensors"),
+    (lambda folder: (folder / "mask_embedding.pt").symlink_to("gone.pt"), "cannot be read as plain tensors"),
+    (rewrite(lambda data: (10**5).to_bytes(8, "little") + b"[" * 10**5), "nested too deeply"),
 ]
 
 

@@ -52,8 +52,15 @@ def refuse_constant(name: str) -> Any:
 
 def read_json(path: Path) -> Any:
     """The value in a JSON file. Raises ValueError (bad text, a key twice, NaN) or OSError."""
-    text = path.read_text(encoding="utf-8")
-    return json.loads(text, object_pairs_hook=unique_object, parse_constant=refuse_constant)
+    return parse_json(path.read_text(encoding="utf-8"))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError for anything that is not one, or is nested too deeply."""
+    try:
+        return json.loads(text, object_pairs_hook=unique_object, parse_constant=refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def list_entries(folder: Path) -> list[Entry]:
@@ -136,7 +143,7 @@ def _file_entries(file: Path) -> list[Entry]:
             raise CheckpointError(f"{file} is cut short: its header needs {8 + length} bytes, it has {total}")
         text = stream.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=unique_object)
+        header = parse_json(text)
         if not isinstance(header, dict):
             raise ValueError("the header is not an object")
         header.pop("__metadata__", None)

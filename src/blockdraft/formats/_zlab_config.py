@@ -26,6 +26,7 @@ from blockdraft.errors import ConfigError
 from blockdraft.formats._zlab_keys import KNOWN_NESTED, KNOWN_TOP, NEUTRAL, is_on, is_one
 
 CLASS_OF_FAMILY = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+_MAX_LAYERS = 1000
 STAND_ALONE = "this is a stand-alone model, not a draft: pass it as --target"
 
 
@@ -105,6 +106,8 @@ def config_from_dict(
     hidden_size = require_int("hidden_size", fields.require_top("hidden_size"))
     vocab_size = require_int("vocab_size", fields.require_top("vocab_size"))
     num_layers = require_int("num_hidden_layers", fields.require_top("num_hidden_layers"))
+    if num_layers > _MAX_LAYERS:
+        raise ConfigError(f"num_hidden_layers is {num_layers}: a draft of more than {_MAX_LAYERS} layers is a mistake")
     target_hidden_size = fields.pick("target_hidden_size")
     if target_hidden_size is None:
         target_hidden_size = hidden_size

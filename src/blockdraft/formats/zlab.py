@@ -180,13 +180,17 @@ def canonical_name(name: str) -> str:
     return stem if stem in _CODEBOOKS else name
 
 
+def _has_mask_embedding_file(folder: Path) -> bool:
+    return os.path.lexists(folder / MASK_EMBEDDING_FILE)  # a link that leads nowhere is damage, not absence
+
+
 def _canonical_entries(folder: Path) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for entry in list_entries(folder):
         name = canonical_name(entry.name)
         if name in found:
             raise CheckpointError(f"{found[name].name} and {entry.name} are the same tensor: remove one of them")
-        if name == MASK_EMBEDDING and (folder / MASK_EMBEDDING_FILE).exists():
+        if name == MASK_EMBEDDING and _has_mask_embedding_file(folder):
             raise CheckpointError(
                 f"{entry.name} stands in the weights and in {MASK_EMBEDDING_FILE}: remove one of them"
             )
@@ -271,7 +275,7 @@ def read(folder: Path | str, *, dtype: torch.dtype | None = None, allow_mask_is_
     entries = _canonical_entries(folder)
     check_header(config, {name: (entry.dtype, entry.shape) for name, entry in entries.items()})
     tensors = _load(entries)
-    if (folder / MASK_EMBEDDING_FILE).exists():
+    if _has_mask_embedding_file(folder):
         tensors[MASK_EMBEDDING] = _read_mask_embedding(folder / MASK_EMBEDDING_FILE, config)
     _check_finite(tensors)
     if dtype is not None:
