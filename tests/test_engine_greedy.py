@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from blockdraft.accept import SamplingParams
 from blockdraft.engine import Engine, Request
 from blockdraft.errors import RequestError
 from engine_kit import (
@@ -226,6 +227,17 @@ def test_s15_a_prompt_longer_than_the_drafts_length_is_decoded_plainly_and_says_
     assert done.stats.num_draft_tokens == 0 and "maximum length is 16" in done.speculation.reason
 
 
+def test_s17_demanded_speculation_that_could_never_begin_is_an_error():
+    target = hf_target(tiny_model(max_length=64))
+    engine = Engine(target, random_draft(draft_config(target.facts, max_position_embeddings=16)))
+    fields = {"prompt_ids": [1] * 14, "max_new_tokens": 10, "speculate": True, "stop_ids": NO_STOP}
+    with pytest.raises(RequestError, match=r"demanded.*14 tokens.*maximum length of 16"):
+        engine.submit(Request(**fields))
+    done = run_one(engine, width=2, **fields)
+    assert done.stats.num_draft_tokens > 0
+    run_one(engine, **{**fields, "max_new_tokens": 1})  # the first token needs no block
+
+
 def test_s17_off_is_off_and_visible(model, ar_text):
     draft = oracle(model, ar_text)
     engine = engine_with(model, draft)
@@ -340,3 +352,37 @@ def test_a_stream_that_was_never_begun_is_never_run(model):
     stream = engine.stream(Request(prompt_ids=PROMPT, max_new_tokens=5))
     stream.close()
     assert engine.num_running == engine.num_waiting == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_target_that_gives_nan_is_refused_and_not_read_as_an_id(temperature):
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    target = hf_target(model)
+    with pytest.raises(RequestError, match=r"logits hold NaN after 5 tokens.*bfloat16"):
+        run_one(
+            Engine(target, random_draft(draft_config(target.facts))),
+            prompt_ids=PROMPT,
+            max_new_tokens=5,
+            sampling=SamplingParams(temperature=temperature),
+        )
+
+
+@pytest.mark.parametrize("ends", [[31, 999], 999, -1, [7, -1]])
+def test_end_ids_that_the_target_cannot_emit_do_not_matter(ends, ar_text):
+    model = tiny_model()
+    model.generation_config.eos_token_id = ends
+    target = hf_target(model)
+    assert set(target.facts.eos_token_ids) == {31, *({7} if ends == [7, -1] else ())}
+    done = run_one(Engine(target), prompt_ids=PROMPT, max_new_tokens=5, min_new_tokens=5)
+    assert len(done.token_ids) == 5
+
+
+def test_a_minimum_length_with_every_id_a_stop_id_is_refused(model):
+    everything = frozenset(range(32))
+    with pytest.raises(RequestError, match="all 32 ids are stop ids"):
+        run_one(Engine(hf_target(model)), prompt_ids=PROMPT, max_new_tokens=5, min_new_tokens=1, stop_ids=everything)
+    assert (
+        len(run_one(Engine(hf_target(model)), prompt_ids=PROMPT, max_new_tokens=5, stop_ids=everything).token_ids) == 1
+    )

@@ -144,3 +144,26 @@ def test_stop_strings_without_a_tokenizer_are_refused():
     engine = Engine(hf_target(tiny_model()))
     with pytest.raises(RequestError, match="need a tokenizer"):
         engine.submit(Request(prompt_ids=[1], max_new_tokens=3, stop_strings=("x",)))
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """256 byte tokens and a letter, as in vocabularies with byte fallback: a run of bytes is text when it has ended."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    vocab = {**{f"<0x{byte:02X}>": byte for byte in range(256)}, "a": 256, "?": 257}
+    backend = Backend(models.BPE(vocab, [], unk_token="?", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return Tokenizer(backend=backend, eos_token_ids=())
+
+
+def test_a_stop_string_that_the_length_limit_completes_is_the_reason():
+    accented = "é".encode()
+    follow = {256: accented[0], accented[0]: accented[1]}
+    engine = Engine(hf_target(bigram_model(lambda t: follow.get(t, 256), vocab=258)), tokenizer=bytes_tokenizer())
+    fields = {"prompt_ids": [256], "max_new_tokens": 2, "stop_ids": NO_STOP}
+    stopped = run_one(engine, stop_strings=("é",), **fields)
+    assert stopped.token_ids == tuple(accented)
+    assert (stopped.text, stopped.finish_reason, stopped.stop) == ("", "stop", "é")
+    whole = run_one(engine, stop_strings=("ü",), **fields)
+    assert (whole.text, whole.finish_reason, whole.stop) == ("é", "length", None)

@@ -106,6 +106,12 @@ class Engine:
             raise RequestError(
                 f"stop_ids holds {max(request.stop_ids)}; the target has ids 0 to {facts.vocab_size - 1}; remove it"
             )
+        ends = facts.eos_token_ids if request.stop_ids is None else request.stop_ids
+        if request.min_new_tokens > 0 and len(ends) >= facts.vocab_size:
+            raise RequestError(
+                f"min_new_tokens is {request.min_new_tokens} and all {facts.vocab_size} ids are stop ids, so that no "
+                "first token is left; lower it to 0 or name fewer stop ids"
+            )
         if request.num_logprobs is not None and request.num_logprobs > facts.vocab_size:
             raise RequestError(f"num_logprobs is {request.num_logprobs}; the target has {facts.vocab_size} ids")
         if request.stop_strings and self.tokenizer is None:
@@ -114,6 +120,13 @@ class Engine:
             raise RequestError(f"speculation is demanded, but {self.draft_off_reason}; load a draft that fits")
         if request.width is not None:
             self._check_width(request.width)
+        if request.speculate is True and self.draft is not None:
+            width = min(request.width or self.draft.config.block_size, request.max_new_tokens - 1)
+            if width > 1 and len(request.prompt_ids) + width > self.draft.max_length:
+                raise RequestError(
+                    f"speculation is demanded, but the prompt of {len(request.prompt_ids)} tokens leaves no block of "
+                    f"{width} below the draft's maximum length of {self.draft.max_length}; shorten it, or do not demand"
+                )
 
     def _check_width(self, width: int) -> None:
         if self.draft is None:

@@ -116,7 +116,12 @@ class RunningRow:
             self.finish("length", None)
         if self.scanner is None:
             return None
-        return text + self.scanner.flush().text if self.is_finished else text
+        if self.is_finished:
+            rest = self.scanner.flush()
+            text += rest.text
+            if rest.stop is not None and self.finish_reason == "length":
+                self.finish("stop", rest.stop)  # its last character became certain only with the end of the text
+        return text
 
     def drop_uncounted(self) -> None:
         """Forget the tokens of a step that never came to its end, hence to the counters."""

@@ -28,6 +28,7 @@ from blockdraft.accept import (
 from blockdraft.draft import DraftCache, DraftModel, Proposal
 from blockdraft.engine.request import TokenKind
 from blockdraft.engine.row import RunningRow, now_s
+from blockdraft.errors import RequestError
 from blockdraft.targets import Target
 
 __all__ = ["decode_step", "first_token", "prefill"]
@@ -123,6 +124,11 @@ def _block(row: RunningRow, proposal: Proposal | None) -> Tensor:
 
 def _accept(row: RunningRow, proposal: Proposal | None, logits_TV: Tensor) -> tuple[int, int]:
     """(num_accepted, next id) for one row; the one place of a step that waits for the device."""
+    if bool(logits_TV.amax().isnan()):
+        raise RequestError(
+            f"the target's logits hold NaN after {len(row.ids)} tokens, so that it has no next token: in float16 large "
+            "numbers overflow, use bfloat16 or float32; otherwise its weights are damaged"
+        )
     ids_G = [] if proposal is None else proposal.ids_G.tolist()
     params, decide = (
         row.request.sampling,
