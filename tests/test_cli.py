@@ -304,6 +304,7 @@ OPTIONS = {
         "--threads",
         "--json",
         "--trust-remote-code",
+        "--allow-mask-is-eos",
     ],
     "train": ["--corpus", "--out", "--target", "--stop-after", "--threads"],
     "corpus": [
@@ -318,8 +319,8 @@ OPTIONS = {
         "--dtype",
         "--threads",
     ],
-    "inspect": ["--target", "--json"],
-    "pull": [],
+    "inspect": ["--target", "--json", "--allow-mask-is-eos"],
+    "pull": ["--check"],
 }
 
 

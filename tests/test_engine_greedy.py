@@ -7,7 +7,8 @@ import torch
 
 from blockdraft.accept import SamplingParams
 from blockdraft.engine import Engine, Request
-from blockdraft.errors import RequestError
+from blockdraft.engine.step import decode_step, first_token, prefill
+from blockdraft.errors import PairError, RequestError
 from engine_kit import (
     Continuation,
     bigram_model,
@@ -386,3 +387,48 @@ def test_a_minimum_length_with_every_id_a_stop_id_is_refused(model):
     assert (
         len(run_one(Engine(hf_target(model)), prompt_ids=PROMPT, max_new_tokens=5, stop_ids=everything).token_ids) == 1
     )
+
+
+@pytest.mark.parametrize("stop_at", [3, 8, 11, None])
+@pytest.mark.parametrize("limit", [9, 30])
+def test_s01_s03_after_a_cut_the_states_hold_the_emitted_text_and_no_more(model, ar_text, stop_at, limit):
+    """The finished row, before it is freed: every token but the last one is in the target's and the draft's state."""
+    engine = engine_with(model, oracle(model, ar_text))
+    stop = NO_STOP if stop_at is None else frozenset({ar_text[stop_at]})
+    row = engine._new_row(Request(prompt_ids=PROMPT, max_new_tokens=limit, stop_ids=stop))
+    first_token(row, prefill(row, engine.target, engine.draft, chunk_size=512))
+    row.stats.add_prefill(seconds=0.0)
+    while not row.is_finished:
+        decode_step([row], engine.target, engine.draft)
+    emitted = ar_text[:limit]
+    if stop_at is not None and ar_text[stop_at] in emitted:
+        emitted = emitted[: emitted.index(ar_text[stop_at]) + 1]
+    assert row.ids == [*PROMPT, *emitted]
+    assert row.target_row.num_positions == row.draft_cache.num_positions == len(row.ids) - 1
+    row.stats.check()
+
+
+@pytest.mark.parametrize("width", [9, 16])
+def test_s06_a_width_above_the_trained_block_is_refused(model, width):
+    target = hf_target(model)
+    engine = Engine(target, random_draft(draft_config(target.facts, block_size=8)))
+    with pytest.raises(RequestError, match=f"width is {width}.*at most 8"):
+        engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=4, width=width))
+
+
+def test_s07_a_mask_id_that_ends_the_text_needs_consent(model, ar_text):
+    target = hf_target(model)
+    draft = random_draft(draft_config(target.facts, mask_token_id=target.facts.eos_token_ids[0]))
+    with pytest.raises(PairError, match="--allow-mask-is-eos"):
+        Engine(target, draft)
+    engine = Engine(target, draft, allow_mask_is_eos=True)
+    assert list(run_one(engine, prompt_ids=PROMPT, max_new_tokens=30, stop_ids=NO_STOP).token_ids) == ar_text[:30]
+
+
+def test_near_the_drafts_maximum_the_block_narrows_before_speculation_ends(model, ar_text):
+    target = hf_target(model)
+    engine = Engine(target, random_draft(draft_config(target.facts, max_position_embeddings=len(PROMPT) + 5)))
+    done = run_one(engine, prompt_ids=PROMPT, max_new_tokens=20, stop_ids=NO_STOP)
+    assert list(done.token_ids) == ar_text[:20] and not done.speculation.enabled
+    assert max(i for i, n in enumerate(done.stats.drafted_histogram) if n) <= 4
+    assert done.stats.num_draft_tokens > 0

@@ -427,7 +427,9 @@ def _mask_role_rule(draft: DraftConfig, target: TargetFacts, allowed: bool) -> P
         detail = f"mask id {mask} is also the target's {' and '.join(roles)} id, allowed explicitly"
         return PairRule(name=name, verdict="pass", detail=detail)
     if roles:
-        detail = f"mask id {mask} is the target's {' and '.join(roles)} id: allow it by allow_mask_is_eos"
+        detail = (
+            f"mask id {mask} is the target's {' and '.join(roles)} id; if that is meant, allow it (--allow-mask-is-eos)"
+        )
         return PairRule(name=name, verdict="fail", detail=detail)
     if not target.eos_token_ids and target.pad_token_id is None:
         detail = "the target's config names neither an end nor a pad id"

@@ -75,6 +75,9 @@ def inspect(
     draft: Annotated[str, typer.Argument(metavar="DRAFT", help="Folder, config.json or hub id of a draft.")],
     target: Annotated[str | None, typer.Option(help="Target: folder, config.json or hub id.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
+    allow_mask_is_eos: Annotated[
+        bool, typer.Option("--allow-mask-is-eos", help="Accept a draft whose mask id also ends or pads a text.")
+    ] = False,
 ) -> None:
     """What is this checkpoint, does it fit the target, what will it cost. Needs no torch, reads no weights."""
     from blockdraft.formats.source import locate
@@ -82,22 +85,25 @@ def inspect(
 
     found = locate(draft, what="draft", config_only=True)
     pair = None if target is None else locate(target, what="target", config_only=True)
-    report = inspect_checkpoint(found, pair)
+    report = inspect_checkpoint(found, pair, allow_mask_is_eos=allow_mask_is_eos)
     print(json.dumps(report, indent=1) if as_json else render_text(report), end="\n" if as_json else "")
 
 
 def pull(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The pair to fetch.")] = "smollm2-135m",
+    check: Annotated[
+        bool, typer.Option("--check", help="Check every byte that is stored; mend what is damaged.")
+    ] = False,
 ) -> None:
     """Fetch a ready pair: check it, convert it once, and say where it is."""
     if name != "smollm2-135m":
         raise UnavailableError(f"no ready pair {shown(name)}; there is smollm2-135m")
     from blockdraft.engine.load import builtin_draft
-    from blockdraft.targets.smollm2 import ensure_target
+    from blockdraft.targets.smollm2 import ensure_target, repair_target
 
     progress = FetchProgress()
     try:
-        folder = ensure_target(progress=progress)
+        folder = (repair_target if check else ensure_target)(progress=progress)
     finally:
         progress.close()
     print(f"target {folder}")

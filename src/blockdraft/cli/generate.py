@@ -64,6 +64,9 @@ def generate(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that a target brings.")
     ] = False,
+    allow_mask_is_eos: Annotated[
+        bool, typer.Option("--allow-mask-is-eos", help="Accept a draft whose mask id also ends or pads a text.")
+    ] = False,
 ) -> None:
     """Watch tokens arrive, coloured by how they were won."""
     from blockdraft.accept import SamplingParams
@@ -99,7 +102,7 @@ def generate(
     }
     Request(prompt_ids=(0,), **settings)  # what is wrong with the options is said before anything is loaded
     asked = _read_prompts(prompt, prompts, system, raw)
-    engine = _engine(draft, target, dtype, device, threads, no_draft, trust_remote_code)
+    engine = _engine(draft, target, dtype, device, threads, no_draft, trust_remote_code, allow_mask_is_eos)
     requests = [_request(engine, item, settings, may_shorten=max_new_tokens is None) for item in asked]
     for request in requests:
         engine.check(request)
@@ -212,6 +215,7 @@ def _engine(
     threads: int | None,
     no_draft: bool,
     trust_remote_code: bool,
+    allow_mask_is_eos: bool,
 ) -> Engine:
     set_threads(threads)
     from blockdraft.engine import load
@@ -225,6 +229,7 @@ def _engine(
             device=device,
             speculation="off" if no_draft else "required",
             trust_remote_code=trust_remote_code,
+            allow_mask_is_eos=allow_mask_is_eos,
             progress=fetching,
         )
     finally:

@@ -22,13 +22,16 @@ from blockdraft.text import StopScanner, Tokenizer
 __all__ = ["Engine", "Ticket"]
 
 
-def check_fit(draft: DraftConfig, target: TargetFacts, *, own: Collection[str]) -> None:
+def check_fit(
+    draft: DraftConfig, target: TargetFacts, *, own: Collection[str], allow_mask_is_eos: bool = False
+) -> None:
     """Raise PairError if the engine cannot run this pair. `own` names the tensors that the draft brings itself."""
     check_pair(
         draft,
         target,
         has_own_embedding="embed_tokens.weight" in own,
         has_own_head="lm_head.weight" in own,
+        allow_mask_is_eos=allow_mask_is_eos,
     )
     if draft.vocab_size != target.vocab_size:  # a rule that a config alone leaves open; ids must mean the same
         raise PairError(
@@ -53,7 +56,8 @@ class Engine:
     """Runs requests on one target, with a draft or without.
 
     `draft_off_reason` says why there is no draft, for requests that would have used one. Rows join and leave at any
-    step; at most `max_rows` run at once, in the order of submission.
+    step; at most `max_rows` run at once, in the order of submission. `allow_mask_is_eos` consents to a draft whose mask
+    id ends or pads a text of this target.
     """
 
     def __init__(
@@ -65,10 +69,16 @@ class Engine:
         draft_off_reason: str = "the engine was started without a draft",
         max_rows: int = 16,
         prefill_chunk_size: int = 512,
+        allow_mask_is_eos: bool = False,
     ) -> None:
         if draft is not None:
             own = {"embed_tokens.weight": draft.own_embedding, "lm_head.weight": draft.own_head}
-            check_fit(draft.config, target.facts, own=[name for name, value in own.items() if value is not None])
+            check_fit(
+                draft.config,
+                target.facts,
+                own=[name for name, value in own.items() if value is not None],
+                allow_mask_is_eos=allow_mask_is_eos,
+            )
             assert tuple(target.tap_layer_ids) == tuple(draft.config.target_layer_ids)
         for name, value in (("max_rows", max_rows), ("prefill_chunk_size", prefill_chunk_size)):
             if type(value) is not int or value < 1:

@@ -47,13 +47,15 @@ def load(
     speculation: SpeculationMode = "required",
     max_rows: int = 16,
     trust_remote_code: bool = False,
+    allow_mask_is_eos: bool = False,
     progress: Callable[[str, float], None] | None = None,
 ) -> Engine:
     """An engine for a pair; without names, for the built-in one.
 
     `speculation`: "required" makes a draft that does not fit, or is not there, an error; "optional" goes on without
     it and says so in every completion; "off" loads no draft. `dtype` holds for both halves. `progress` is called with
-    what a first-time fetch is doing and the share of it that is done.
+    what a first-time fetch is doing and the share of it that is done. `allow_mask_is_eos` consents to a draft whose
+    mask id also ends or pads a text.
     """
     if speculation not in ("required", "optional", "off"):
         raise RequestError(f'speculation is {speculation!r}; allowed are "required", "optional" and "off"')
@@ -68,7 +70,7 @@ def load(
     model, reason = None, "speculation is switched off"
     if speculation != "off":
         try:
-            model = _load_draft(draft, target_folder, place, dtype, is_builtin=target is None)
+            model = _load_draft(draft, target_folder, place, dtype, target is None, allow_mask_is_eos)
         except BlockdraftError as error:
             if speculation == "required":
                 raise
@@ -81,19 +83,32 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     tokenizer = load_tokenizer(target_folder, trust_remote_code=trust_remote_code)
-    return Engine(loaded, model, tokenizer=tokenizer, draft_off_reason=reason, max_rows=max_rows)
+    return Engine(
+        loaded,
+        model,
+        tokenizer=tokenizer,
+        draft_off_reason=reason,
+        max_rows=max_rows,
+        allow_mask_is_eos=allow_mask_is_eos,
+    )
 
 
 def _load_draft(
-    draft: str | Path | None, target_folder: Path, device: torch.device, dtype: str, *, is_builtin: bool
+    draft: str | Path | None,
+    target_folder: Path,
+    device: torch.device,
+    dtype: str,
+    is_builtin: bool,
+    allow_mask_is_eos: bool,
 ) -> DraftModel:
     from blockdraft.inspection import read_target_facts
 
     if draft is None and not is_builtin:
         raise PairError("no draft was named for this target")
     facts = read_target_facts(target_folder)
-    checkpoint = zlab.read(builtin_draft() if draft is None else locate(draft, what="draft"))
-    check_fit(checkpoint.config, facts, own=checkpoint.tensors)
+    folder = builtin_draft() if draft is None else locate(draft, what="draft")
+    checkpoint = zlab.read(folder, allow_mask_is_eos=allow_mask_is_eos)
+    check_fit(checkpoint.config, facts, own=checkpoint.tensors, allow_mask_is_eos=allow_mask_is_eos)
     model = DraftModel.from_checkpoint(checkpoint, dtype=DTYPES[dtype], device=device)
     if device.type == "cpu" and dtype in ("float32", "bfloat16"):
         model.pack_()

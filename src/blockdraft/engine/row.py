@@ -63,15 +63,17 @@ class RunningRow:
     def block_width(self, max_draft_length: int | None) -> int:
         """Width of the next block: shorter near the length limit; 1 is a plain step.
 
-        Past the draft's own maximum length speculation ends for good, with the reason counted in the completion.
+        It also narrows toward the draft's own maximum length; where not even two positions are left there, speculation
+        ends for good, with the reason in the completion.
         """
         if self.draft_cache is None:
             return 1
         width = min(self.width, self.request.max_new_tokens - self.num_emitted)
-        if max_draft_length is not None and len(self.ids) - 1 + width > max_draft_length:
+        room = width if max_draft_length is None else max_draft_length - (len(self.ids) - 1)
+        if room < min(width, 2):
             self.stop_speculating(f"the draft's maximum length is {max_draft_length} positions")
             return 1
-        return width
+        return min(width, room)
 
     def stop_speculating(self, reason: str) -> None:
         self.draft_cache = None

@@ -346,7 +346,7 @@ def _check_mask_role(raw: Mapping[str, Any], mask: int) -> None:
         if mask in token_ids(name, raw.get(name)):
             raise ConfigError(
                 f"mask_token_id is {mask}, which is also {name}: give another mask id, or allow it "
-                "explicitly (allow_mask_is_eos)"
+                "explicitly (--allow-mask-is-eos)"
             )
 
 
