@@ -30,7 +30,7 @@ def letters_tokenizer() -> Tokenizer:
 
     backend = Backend(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="?"))
     backend.decoder = decoders.Fuse()
-    return Tokenizer(backend=backend, eos_token_ids=())
+    return Tokenizer(backend=backend)
 
 
 def alphabet_engine(*, oracle: bool, width_text: int = 60) -> tuple[Engine, str]:
@@ -154,7 +154,7 @@ def bytes_tokenizer() -> Tokenizer:
     vocab = {**{f"<0x{byte:02X}>": byte for byte in range(256)}, "a": 256, "?": 257}
     backend = Backend(models.BPE(vocab, [], unk_token="?", byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    return Tokenizer(backend=backend, eos_token_ids=())
+    return Tokenizer(backend=backend)
 
 
 def test_a_stop_string_that_the_length_limit_completes_is_the_reason():

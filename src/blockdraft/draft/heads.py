@@ -71,7 +71,8 @@ def top_candidates(logits_GV: Tensor, count: int, exclude_ids: Sequence[int] = (
     """(values_GM, ids_GM), M <= count: the largest logits, falling, equal ones by rising id, none excluded.
 
     Order and choice are fixed by the numbers alone, on every device, also where equal logits meet at the
-    last place (in bfloat16 they often do). NaN counts as minus infinity.
+    last place (in bfloat16 they often do). NaN is never chosen; in a
+    large vocabulary it hides the chunk of ids it stands in, which costs acceptance only.
     """
     vocab_size = logits_GV.shape[-1]
     barred = sorted({int(token) for token in exclude_ids if 0 <= int(token) < vocab_size})

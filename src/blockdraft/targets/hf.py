@@ -70,9 +70,9 @@ class HFTarget:
         self._config = self._model.config
         self._text_config = self._config.get_text_config(decoder=True)
         self.facts = _facts_of(self._model)
-        self._cache_word = _cache_word(self._model, self.facts.model_type)
-        self._decoder, self._layers = _decoder_of(self._model, self.facts)
-        self.tap_layer_ids = _checked_taps(tap_layer_ids, len(self._layers))
+        self._cache_word = cache_word(self._model, self.facts.model_type)
+        self._decoder, self._layers = decoder_of(self._model, self.facts)
+        self.tap_layer_ids = checked_taps(tap_layer_ids, len(self._layers))
         self._embedding: Tensor = self._model.get_input_embeddings().weight
         self._head: Any = self._model.get_output_embeddings()
         self.dtype: torch.dtype = self._embedding.dtype
@@ -259,7 +259,7 @@ def load_model(
     _check_folder(source)
     config = _read(AutoConfig, source, trust_remote_code=trust_remote_code)
     facts = _declared_facts(config)
-    _checked_taps(tap_layer_ids, facts.num_layers)
+    checked_taps(tap_layer_ids, facts.num_layers)
     model, found = _read(
         AutoModelForCausalLM,
         source,
@@ -323,7 +323,7 @@ def _rope_limits(config: Any) -> list[int]:
     return limits
 
 
-def _cache_word(model: Any, model_type: str) -> str:
+def cache_word(model: Any, model_type: str) -> str:
     """The name under which this model takes its cache: it changed between transformers releases."""
     parameters = inspect.signature(model.forward).parameters
     for word in ("cache", "past_key_values"):
@@ -332,7 +332,7 @@ def _cache_word(model: Any, model_type: str) -> str:
     raise PairError(refusal(model_type, "no key/value cache argument"))
 
 
-def _decoder_of(model: Any, facts: TargetFacts) -> tuple[Any, nn.ModuleList]:
+def decoder_of(model: Any, facts: TargetFacts) -> tuple[Any, nn.ModuleList]:
     """The module that runs the layers (embedding to final norm), and its list of layers."""
     names = ("model", "transformer")  # where get_decoder() does not find it
     for decoder in (model.get_decoder(), *(getattr(model, name, None) for name in names)):
@@ -345,7 +345,7 @@ def _decoder_of(model: Any, facts: TargetFacts) -> tuple[Any, nn.ModuleList]:
     )
 
 
-def _checked_taps(tap_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
+def checked_taps(tap_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
     taps = tuple(tap_layer_ids)
     wrong = [i for i in taps if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < num_layers]
     if wrong or len(set(taps)) != len(taps):

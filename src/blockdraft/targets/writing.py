@@ -1,7 +1,7 @@
 """Text that a target writes for training, many rows at a time, with the outputs of the tapped layers.
 
 Owns batched generation without speculation: left-padded rows, finished rows leave the batch. It is for making corpora;
-serving goes through the engine. Attention-only and recurrent families alike: nothing is ever rolled back here.
+serving goes through the engine. Nothing is ever rolled back here.
 
 Letters: B rows, S positions of a row, N taps, E target width, V vocabulary.
 """
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from blockdraft.config import TargetFacts
-from blockdraft.errors import ConfigError, RequestError
+from blockdraft.errors import RequestError
 from blockdraft.packed import pack_linears_
-from blockdraft.targets.hf import end_ids_of, load_model
+from blockdraft.targets.hf import cache_word, checked_taps, decoder_of, end_ids_of, load_model
 
 __all__ = ["BatchWriter", "Written", "load_writer"]
 
@@ -38,13 +38,11 @@ class BatchWriter:
     """A loaded target that continues many prompts at once. `close` takes its hooks off the model."""
 
     def __init__(self, model: Any, tap_layer_ids: Sequence[int]) -> None:
-        self.model, self.tap_layer_ids = model, tuple(tap_layer_ids)
         facts = TargetFacts.from_config(model.config.to_dict())
+        self.model, self.tap_layer_ids = model, checked_taps(tap_layer_ids, facts.num_layers)
         self.facts = dataclasses.replace(facts, eos_token_ids=end_ids_of(model, facts, facts.vocab_size))
-        layers = model.get_decoder().layers
-        for layer in self.tap_layer_ids:
-            if not 0 <= layer < len(layers):
-                raise ConfigError(f"tap {layer}: the target has layers 0 to {len(layers) - 1}; name one of them")
+        self._cache_word = cache_word(model, facts.model_type)
+        _, layers = decoder_of(model, facts)
         self._seen: dict[int, Tensor] = {}
         self._hooks = [layers[layer].register_forward_hook(self._hook(layer)) for layer in self.tap_layer_ids]
 
@@ -112,11 +110,15 @@ class BatchWriter:
     def _forward(self, ids_BS: Tensor, mask_BS: Tensor, cache: Any) -> tuple[Tensor, Tensor, Any]:
         positions_BS = (mask_BS.cumsum(-1) - 1).clamp_min(0)[:, -ids_BS.shape[1] :]
         output = self.model(
-            input_ids=ids_BS, attention_mask=mask_BS, position_ids=positions_BS, cache=cache, logits_to_keep=1
+            input_ids=ids_BS,
+            attention_mask=mask_BS,
+            position_ids=positions_BS,
+            logits_to_keep=1,
+            **{self._cache_word: cache},
         )
         taps = [self._seen[layer].to(torch.bfloat16) for layer in self.tap_layer_ids]
         self._seen.clear()
-        return output.logits[:, -1], torch.stack(taps, dim=2), output.cache
+        return output.logits[:, -1], torch.stack(taps, dim=2), output[self._cache_word]
 
     def _finished(self, row: list[int], num_prompt: int, pieces: list[Tensor]) -> Written:
         taps_SNE = torch.cat(pieces)

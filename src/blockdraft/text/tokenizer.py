@@ -53,7 +53,6 @@ class Tokenizer:
         auto: Any | None = None,
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
-        eos_token_ids: Sequence[int] = (),
     ) -> None:
         """``backend``: a ``tokenizers.Tokenizer``; ``auto``: transformers' own, where that one encodes."""
         assert backend is not None or auto is not None
@@ -61,7 +60,6 @@ class Tokenizer:
         self._auto = auto
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
-        self.eos_token_ids = tuple(eos_token_ids)
 
     @property
     def vocab_size(self) -> int:
@@ -207,13 +205,7 @@ def _load_plain(folder: Path) -> Tokenizer | None:
         return None
     backend.no_truncation()
     backend.no_padding()
-    eos = special.get("eos_token")
-    return Tokenizer(
-        backend=backend,
-        chat_template=template,
-        special_tokens=special,
-        eos_token_ids=_eos_ids(folder, None if eos is None else backend.token_to_id(eos)),
-    )
+    return Tokenizer(backend=backend, chat_template=template, special_tokens=special)
 
 
 def _load_auto(folder: Path, trust_remote_code: bool) -> Tokenizer:
@@ -234,15 +226,7 @@ def _load_auto(folder: Path, trust_remote_code: bool) -> Tokenizer:
         auto=auto,
         chat_template=template,
         special_tokens=auto.special_tokens_map,
-        eos_token_ids=_eos_ids(folder, auto.eos_token_id),
     )
-
-
-def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """End ids of generation_config.json first, then the tokenizer's own, each once."""
-    declared = _read_json(folder / "generation_config.json").get("eos_token_id")
-    ids = declared if isinstance(declared, list) else [declared]
-    return tuple(dict.fromkeys(i for i in (*ids, tokenizer_eos) if i is not None))
 
 
 def _read_text(file: Path) -> str:
