@@ -197,20 +197,27 @@ def _convert(gguf: Path, goal: Path, say: Progress) -> None:
             f"the built-in target needs the package {error.name!r}: pip install gguf accelerate, {_WAY_OUT}"
         ) from error
     loader: Any = AutoModelForCausalLM
-    with contextlib.redirect_stderr(io.StringIO()):  # the reader draws progress bars of its own
-        say("reading the tokenizer (once, about 5 s)", 0.6)
+    say("reading the tokenizer (once, about 5 s)", 0.6)
+    with _quiet():
         tokenizer: Any = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-        say("reading the weights (once, about 15 s)", 0.7)
+    say("reading the weights (once, about 15 s)", 0.7)
+    with _quiet():
         read = loader.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
-        config = read.config
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config  # the weights are plain now; with it, nothing can be saved
-        builder: Any = LlamaForCausalLM
-        model = builder(config).to(torch.float32)
-        model.load_state_dict(read.state_dict())
-        say("writing the converted weights", 0.9)
+    config = read.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the weights are plain now; with it, nothing can be saved
+    builder: Any = LlamaForCausalLM
+    model = builder(config).to(torch.float32)
+    model.load_state_dict(read.state_dict())
+    say("writing the converted weights", 0.9)
+    with _quiet():
         model.save_pretrained(str(goal))
         tokenizer.save_pretrained(str(goal))
+
+
+def _quiet() -> contextlib.redirect_stderr[io.StringIO]:
+    """The libraries draw progress bars of their own: not while ours is drawn."""
+    return contextlib.redirect_stderr(io.StringIO())
 
 
 def _write_manifest(folder: Path) -> None:
