@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli.generate import set_threads
+from blockdraft.cli.generate import read_prompt_file, set_threads
 from blockdraft.cli.show import FetchProgress, note
 from blockdraft.errors import RequestError, UnavailableError, shown
 
@@ -33,7 +33,7 @@ def corpus(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the corpus goes; goes on where it stopped.")],
     taps: Annotated[str, typer.Option(help="Target layers the draft will read, such as 1,8,14,20,27.")],
     prompts: Annotated[
-        Path | None, typer.Option(help='JSONL file, a {"prompt": ...} or {"messages": [...]} per line.')
+        Path | None, typer.Option(help='JSONL file, a {"prompt": ...} or {"messages": [...]} per line; - is stdin.')
     ] = None,
     self_prompts: Annotated[int, typer.Option(help="Let the target make up so many prompts (and answer them).")] = 0,
     target: Annotated[str | None, typer.Option(help="Target: folder or hub id. Without it, the built-in one.")] = None,
@@ -49,6 +49,7 @@ def corpus(
         tap_layer_ids = tuple(int(word) for word in taps.split(","))
     except ValueError:
         raise RequestError(f"--taps {shown(taps)}: give layer numbers with commas, such as 1,8,14,20,27") from None
+    given = [] if prompts is None else read_prompt_file(prompts)
     set_threads(threads)
     from blockdraft.train.writer import run_corpus
 
@@ -56,7 +57,7 @@ def corpus(
         folder,
         target,
         tap_layer_ids,
-        prompts=prompts,
+        prompts=given,
         num_self_prompts=self_prompts,
         max_new_tokens=max_new_tokens,
         max_length=max_length,

@@ -19,6 +19,7 @@ from blockdraft.errors import RequestError, shown
 
 if TYPE_CHECKING:
     from blockdraft.engine import Engine, Request
+    from blockdraft.text import Prompt
 
 DEFAULT_NEW_TOKENS = 256
 MAX_THREADS = 1024
@@ -147,11 +148,8 @@ def _draft_and_prompt(
 
 
 def _read_prompts(prompt: str | None, prompts: Path | None, system: str | None, raw: bool) -> list[_Asked]:
-    from blockdraft.text import parse_chat_jsonl
-
     if prompts is not None:
-        # Not splitlines(): JSON strings may hold other line separators as they are.
-        items = parse_chat_jsonl(_read_text(prompts, "--prompts").split("\n"))
+        items = read_prompt_file(prompts)
         if raw:
             if any(item.text is None for item in items):
                 raise RequestError('--raw continues plain text; use "prompt" lines, or drop --raw')
@@ -166,6 +164,14 @@ def _read_prompts(prompt: str | None, prompts: Path | None, system: str | None, 
     if raw:
         return [_Asked(prompt, None)]
     return [_Asked(None, _with_system([{"role": "user", "content": prompt}], system))]
+
+
+def read_prompt_file(path: Path) -> list[Prompt]:
+    """The prompts of a JSONL file (- is stdin), one per line."""
+    from blockdraft.text import parse_chat_jsonl
+
+    # Not splitlines(): JSON strings may hold other line separators as they are.
+    return parse_chat_jsonl(_read_text(path, "--prompts").split("\n"))
 
 
 def _read_text(path: Path, what: str) -> str:

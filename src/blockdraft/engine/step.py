@@ -130,10 +130,8 @@ def _accept(row: RunningRow, proposal: Proposal | None, logits_TV: Tensor) -> tu
             "numbers overflow, use bfloat16 or float32; otherwise its weights are damaged"
         )
     ids_G = [] if proposal is None else proposal.ids_G.tolist()
-    params, decide = (
-        row.request.sampling,
-        greedy_ids if row.request.sampling.is_greedy else target_distribution,
-    )
+    params = row.request.sampling
+    decide = greedy_ids if params.is_greedy else target_distribution
     decided = decide(
         logits_TV,
         params,

@@ -19,7 +19,7 @@ from blockdraft.errors import ConfigError, RequestError
 from blockdraft.formats.source import locate
 from blockdraft.targets import ensure_target
 from blockdraft.targets.writing import BatchWriter, Written, load_writer
-from blockdraft.text import Prompt, Tokenizer, load_tokenizer, parse_chat_jsonl
+from blockdraft.text import Prompt, Tokenizer, load_tokenizer
 from blockdraft.train.corpus import CorpusFacts
 
 __all__ = ["Manifest", "chat_prompts", "run_corpus", "self_written_prompts", "write_corpus"]
@@ -42,7 +42,7 @@ def run_corpus(
     target: str | Path | None,
     tap_layer_ids: Sequence[int],
     *,
-    prompts: Path | None,
+    prompts: Sequence[Prompt],
     num_self_prompts: int,
     max_new_tokens: int,
     max_length: int,
@@ -51,24 +51,23 @@ def run_corpus(
     dtype: str,
     on_progress: Callable[[str], None] | None = None,
 ) -> Manifest:
-    """The whole of `blockdraft corpus`: prompts from a JSONL file and from the target itself, answered into `folder`.
+    """The whole of `blockdraft corpus`: `prompts` and those of the target itself, answered into `folder`.
 
     `target` None is the built-in one. Self-written prompts are kept in `folder`, so that a resumed call has the same.
     """
     say = on_progress or (lambda _line: None)
-    if prompts is None and num_self_prompts < 1:
+    if not prompts and num_self_prompts < 1:
         raise RequestError("no prompts: give a JSONL file, or let the target write some (--self-prompts)")
     if dtype not in ("float32", "bfloat16"):
         raise RequestError(f"dtype is {dtype!r}; a corpus is written in float32 or bfloat16")
     for name, value in (("batch_size", batch_size), ("max_new_tokens", max_new_tokens)):
         if value < 1:
             raise RequestError(f"{name} is {value}; it must be at least 1")
-    given = [] if prompts is None else _read_prompts(prompts)
     source = ensure_target(progress=lambda line, _done: say(line)) if target is None else locate(target, what="target")
     tokenizer = load_tokenizer(source)
     writer = load_writer(source, tap_layer_ids, dtype=getattr(torch, dtype))
     try:
-        ids = chat_prompts(given, tokenizer)
+        ids = chat_prompts(prompts, tokenizer)
         if num_self_prompts > 0:
             say(f"the target writes {num_self_prompts} prompts")
             ids += _kept_self_prompts(folder, writer, tokenizer, num_self_prompts, batch_size, seed)
@@ -85,15 +84,6 @@ def run_corpus(
         )
     finally:
         writer.close()
-
-
-def _read_prompts(path: Path) -> list[Prompt]:
-    try:
-        return parse_chat_jsonl(path.read_text(encoding="utf-8-sig").split("\n"))
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
-    except OSError as error:
-        raise RequestError(f"{path}: {error.strerror or error}; name a JSONL file of prompts") from None
 
 
 def _kept_self_prompts(
