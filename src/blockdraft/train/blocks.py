@@ -85,7 +85,7 @@ def block_hidden(model: DraftModel, embed_VE: Tensor, taps_BSNE: Tensor, blocks:
     context = [model.context_kv(i, context_BSD, positions_S) for i in range(model.config.num_layers)]
     anchor_ids_X = blocks.ids_BKL[..., 0].flatten()
     noise_XLD = model.noise(anchor_ids_X, length, lambda ids: F.embedding(ids, embed_VE))
-    attend = block_attention(model.config.layers, context, blocks, model.config.attention.head_dim**-0.5)
+    attend = block_attention(model.config.layers, context, blocks, model.config.softmax_scale)
     return model.block_forward(noise_XLD, blocks.positions_BKL.view(-1, length), attend)
 
 

@@ -1,0 +1,34 @@
+"""What every drafter hyper-parameter means, once, and whether a draft fits a target.
+
+Owns: `DraftConfig` and its parts (frozen, validated), `TargetFacts`, the pairing rules.
+Must not know: torch, files, the spelling of any checkpoint dialect of a draft.
+"""
+
+from __future__ import annotations
+
+from blockdraft.config.attention import AttentionConfig, GqaConfig, LayerConfig, MlaConfig, RopeConfig
+from blockdraft.config.checks import require_bool, require_float, require_int, token_ids
+from blockdraft.config.draft import ConvConfig, DraftConfig, Family, SelectorConfig, TapStream
+from blockdraft.config.pairing import PairRule, TargetFacts, Verdict, check_pair, pairing_rules
+
+__all__ = [
+    "AttentionConfig",
+    "ConvConfig",
+    "DraftConfig",
+    "Family",
+    "GqaConfig",
+    "LayerConfig",
+    "MlaConfig",
+    "PairRule",
+    "RopeConfig",
+    "SelectorConfig",
+    "TapStream",
+    "TargetFacts",
+    "Verdict",
+    "check_pair",
+    "pairing_rules",
+    "require_bool",
+    "require_float",
+    "require_int",
+    "token_ids",
+]
