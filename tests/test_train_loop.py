@@ -148,7 +148,7 @@ def test_shards_that_a_writer_adds_are_picked_up_and_keep_their_order(trainer_in
         ({"seed": 4}, "seed"),
         ({"optim": {"learning_rate": 1e-4}}, "optim.learning_rate"),
         ({"draft": {"mask_token_id": 1}, "max_length": 64}, "draft.mask_token_id, max_length"),
-        ({"draft": {"num_layers": 1}}, "draft.num_layers"),
+        ({"draft": {"num_layers": 1}}, "draft.num_layers, draft.windows"),
     ],
 )
 def test_another_recipe_cannot_go_on(trainer_in, changes, named: str) -> None:

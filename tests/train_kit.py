@@ -10,67 +10,138 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from blockdraft.config import RopeConfig
 from blockdraft.targets import HFTarget
 from blockdraft.train.blocks import Blocks
 from blockdraft.train.corpus import Corpus, CorpusFacts
 from blockdraft.train.loop import FrozenHead, Trainer
-from blockdraft.train.recipe import DraftRecipe, LossRecipe, OptimRecipe, Recipe
+from blockdraft.train.recipe import (
+    DraftRecipe,
+    EvaluationRecipe,
+    GqaRecipe,
+    LossRecipe,
+    OptimRecipe,
+    PromptsRecipe,
+    Recipe,
+    TargetRecipe,
+    TextRecipe,
+)
 
 TAPS = (0, 1, 2)
 
 
-def make_recipe(*, draft=None, loss=None, optim=None, **changes) -> Recipe:
-    """A DFlash 2 recipe for `engine_kit.tiny_model`; dictionaries replace fields of the sections."""
+def make_recipe(*, draft=None, loss=None, optim=None, prompts=None, text=None, evaluation=None, **changes) -> Recipe:
+    """A DFlash 2 recipe for `engine_kit.tiny_model`; dictionaries replace fields of the sections.
+
+    A weighting, a kind of loss or a draft without selector brings the numbers that then have no effect to 0.
+    """
+    draft, loss = dict(draft or {}), dict(loss or {})
+    if draft.get("selector_rank") == 0:
+        loss = {"selector_weight": 0.0, **loss}
+    if loss.get("selector_weight") == 0:
+        loss = {"selector_start_step": 0, **loss}
+    loss = {**WEIGHTINGS[loss.get("weighting", "dpace")], **loss}
+    if loss.get("kind") == "kl":
+        loss = {"kl_temperature": 1.0, **loss}
+    if "num_layers" in draft:
+        draft = {"windows": (0,) * draft["num_layers"], **draft}
+    optim = dict(optim or {})
+    if optim.get("num_steps", 40) <= 2:
+        loss = {"selector_start_step": 0, **loss}
     recipe = Recipe(
         seed=3,
         max_length=128,
         save_every_steps=1000,
-        draft=DraftRecipe(
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=8,
-            intermediate_size=48,
-            rms_norm_eps=1e-6,
-            rope_theta=10000.0,
-            block_size=5,
-            mask_token_id=0,
-            target_layer_ids=TAPS,
-            is_causal=False,
-            conv_kernel_size=2,
-            conv_group_size=8,
-            selector_rank=4,
-            selector_top_k=4,
+        target=TargetRecipe(name="tiny"),
+        prompts=PromptsRecipe(
+            files=(), self_written=0, openings=(), temperature=0.0, top_p=1.0, max_tokens=0, held_out=0
         ),
+        text=TextRecipe(
+            max_new_tokens=16,
+            batch_size=4,
+            temperature=0.0,
+            top_p=1.0,
+            every_turn=False,
+            dtype="float32",
+            features="disk",
+            features_dtype="bfloat16",
+            num_processes=1,
+        ),
+        draft=tiny_draft(),
         loss=LossRecipe(
+            kind="ce",
+            kl_temperature=0.0,
             weighting="dpace",
             dpace_smoothing=0.5,
-            decay_gamma=4.0,
+            decay_gamma=0.0,
             selector_weight=1.0,
-            selector_start_step=5,
+            selector_start_step=2,
+            selector_detached=False,
             num_random_head_rows=6,
+            full_head_from=1.0,
+            head_chunk_blocks=0,
         ),
-        optim=OptimRecipe(
-            num_steps=40,
-            sequences_per_step=2,
-            blocks_per_sequence=8,
-            learning_rate=3e-3,
-            beta1=0.9,
-            beta2=0.95,
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            warmup_fraction=0.1,
-            decay_fraction=0.25,
-            final_lr_fraction=0.05,
-            autocast="none",
-        ),
+        optim=tiny_optim(),
+        evaluation=EvaluationRecipe(every_steps=0, num_prompts=0, max_new_tokens=0, width=0),
     )
-    return replace(
-        recipe,
-        draft=replace(recipe.draft, **(draft or {})),
-        loss=replace(recipe.loss, **(loss or {})),
-        optim=replace(recipe.optim, **(optim or {})),
-        **changes,
+    sections = {
+        "draft": draft, "loss": loss, "optim": optim, "prompts": prompts, "text": text, "evaluation": evaluation,
+    }  # fmt: skip
+    parts = {name: replace(getattr(recipe, name), **(given or {})) for name, given in sections.items()}
+    return replace(recipe, **parts, **changes)
+
+
+WEIGHTINGS = {
+    "dpace": {"dpace_smoothing": 0.5, "decay_gamma": 0.0},
+    "decay": {"dpace_smoothing": 0.0, "decay_gamma": 4.0},
+    "none": {"dpace_smoothing": 0.0, "decay_gamma": 0.0},
+}
+
+
+def tiny_draft() -> DraftRecipe:
+    return DraftRecipe(
+        num_layers=2,
+        num_heads=4,
+        intermediate_size=48,
+        rms_norm_eps=1e-6,
+        block_size=5,
+        mask_token_id=0,
+        learned_mask_embedding=False,
+        target_layer_ids=TAPS,
+        is_causal=False,
+        windows=(0, 0),
+        conv_kernel_size=2,
+        conv_group_size=8,
+        selector_rank=4,
+        selector_top_k=4,
+        initial="random",
+        initial_layers=(),
+        input_embedding_scale=1.0,
+        output_multiplier=1.0,
+        final_logit_softcapping=0.0,
+        rope=RopeConfig(theta=10000.0),
+        gqa=GqaRecipe(num_kv_heads=2, head_dim=8),
+    )
+
+
+def tiny_optim() -> OptimRecipe:
+    return OptimRecipe(
+        num_steps=40,
+        sequences_per_step=2,
+        blocks_per_sequence=8,
+        learning_rate=3e-3,
+        beta1=0.9,
+        beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        schedule="wsd",
+        warmup_fraction=0.1,
+        decay_fraction=0.25,
+        final_lr_fraction=0.05,
+        taps_noise=0.0,
+        autocast="none",
+        device="cpu",
+        sharding="none",
     )
 
 

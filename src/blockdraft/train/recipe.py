@@ -1,7 +1,7 @@
 """The recipe: every number of a training run, in one strict typed TOML file.
 
-Owns names, types and bounds. An unknown key is an error that names the nearest known one; there is no hidden default:
-each field stands in the file.
+Owns the file: reading, writing, and what depends on two sections. An unknown key is an error that names the nearest
+known one; there is no hidden default: each field stands in the file.
 """
 
 from __future__ import annotations
@@ -9,191 +9,43 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
+import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
-from blockdraft.config import (
-    ConvConfig,
-    DraftConfig,
-    GqaConfig,
-    LayerConfig,
-    RopeConfig,
-    SelectorConfig,
-    TargetFacts,
-    require_bool,
-    require_float,
-    require_int,
-)
+from blockdraft.config import RopeConfig, TargetFacts, require_int
 from blockdraft.errors import ConfigError
+from blockdraft.train.checks import require_no_effect
+from blockdraft.train.draft_recipe import DraftRecipe, GqaRecipe, MlaRecipe
+from blockdraft.train.sections import (
+    EvaluationRecipe,
+    HubRecipe,
+    LossRecipe,
+    OptimRecipe,
+    PromptsRecipe,
+    TargetRecipe,
+    TextRecipe,
+)
 
 __all__ = [
     "DraftRecipe",
+    "EvaluationRecipe",
+    "GqaRecipe",
+    "HubRecipe",
     "LossRecipe",
+    "MlaRecipe",
     "OptimRecipe",
+    "PromptsRecipe",
     "Recipe",
+    "TargetRecipe",
+    "TextRecipe",
     "differing_keys",
     "read_recipe",
+    "read_toml",
     "recipe_from_dict",
 ]
-
-_V2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftRecipe:
-    """Shape of the draft; widths that must equal the target's are taken from the target.
-
-    The four numbers of convolution and selector are all 0 for a DFlash draft, all above 0 for a DFlash 2 draft.
-    """
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    is_causal: bool
-    conv_kernel_size: int
-    conv_group_size: int
-    selector_rank: int
-    selector_top_k: int
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
-            require_int(f"draft.{name}", getattr(self, name))
-        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
-            raise ConfigError(
-                f"draft.num_heads {self.num_heads}, num_kv_heads {self.num_kv_heads}, head_dim {self.head_dim}: "
-                "num_heads must be a multiple of num_kv_heads, and head_dim even"
-            )
-        require_float("draft.rms_norm_eps", self.rms_norm_eps)
-        require_float("draft.rope_theta", self.rope_theta)
-        require_int("draft.block_size", self.block_size, least=2)
-        require_int("draft.mask_token_id", self.mask_token_id, least=0)
-        require_bool("draft.is_causal", self.is_causal)
-        object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
-        taps = self.target_layer_ids
-        for tap in taps:
-            require_int("an entry of draft.target_layer_ids", tap, least=0)
-        if not taps or list(taps) != sorted(set(taps)):
-            raise ConfigError(f"draft.target_layer_ids is {list(taps)}; list at least one layer, each once, rising")
-        sizes = {name: require_int(f"draft.{name}", getattr(self, name), least=0) for name in _V2_FIELDS}
-        if 0 < sum(size > 0 for size in sizes.values()) < len(sizes):
-            zero = ", ".join(name for name, size in sizes.items() if not size)
-            given = ", ".join(name for name, size in sizes.items() if size)
-            raise ConfigError(
-                f"draft: {given} given while {zero} is 0; convolution and selector come together (DFlash 2), "
-                "or all four are 0 (DFlash)"
-            )
-
-    def config(self, target: TargetFacts) -> DraftConfig:
-        """The full draft configuration for this target."""
-        if self.mask_token_id in target.eos_token_ids:
-            raise ConfigError(
-                f"draft.mask_token_id is {self.mask_token_id}, an end id of the target; "
-                "choose a control id that ordinary text never contains"
-            )
-        is_v2 = self.conv_kernel_size > 0
-        return DraftConfig(
-            hidden_size=target.hidden_size,
-            intermediate_size=self.intermediate_size,
-            vocab_size=target.vocab_size,
-            rms_norm_eps=self.rms_norm_eps,
-            max_position_embeddings=target.max_length,
-            attention=GqaConfig(
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                has_bias=False,
-            ),
-            layers=(LayerConfig(is_causal=self.is_causal, window=None),) * self.num_layers,
-            rope=RopeConfig(theta=self.rope_theta, kind="default", params=()),
-            block_size=self.block_size,
-            mask_token_id=self.mask_token_id,
-            target_layer_ids=self.target_layer_ids,
-            num_target_layers=target.num_layers,
-            target_hidden_size=target.hidden_size,
-            conv=ConvConfig(kernel_size=self.conv_kernel_size, group_size=self.conv_group_size) if is_v2 else None,
-            selector=SelectorConfig(rank=self.selector_rank, top_k=self.selector_top_k) if is_v2 else None,
-            input_embedding_scale=1.0,
-            output_multiplier=1.0,
-            final_logit_softcapping=None,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossRecipe:
-    """`weighting` is "dpace" (smoothing `dpace_smoothing`) or "decay" (`decay_gamma`)."""
-
-    weighting: str
-    dpace_smoothing: float
-    decay_gamma: float
-    selector_weight: float
-    selector_start_step: int
-    num_random_head_rows: int
-
-    def __post_init__(self) -> None:
-        if self.weighting not in ("dpace", "decay"):
-            raise ConfigError(f'loss.weighting is {self.weighting!r}; allowed are "dpace" and "decay"')
-        _fraction("loss.dpace_smoothing", self.dpace_smoothing)
-        require_float("loss.decay_gamma", self.decay_gamma)
-        _not_negative("loss.selector_weight", self.selector_weight)
-        require_int("loss.selector_start_step", self.selector_start_step, least=0)
-        require_int("loss.num_random_head_rows", self.num_random_head_rows, least=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimRecipe:
-    """AdamW with linear warm-up, a constant stretch and a linear decay (WSD); fp32 master weights."""
-
-    num_steps: int
-    sequences_per_step: int
-    blocks_per_sequence: int
-    learning_rate: float
-    beta1: float
-    beta2: float
-    weight_decay: float
-    max_grad_norm: float
-    warmup_fraction: float
-    decay_fraction: float
-    final_lr_fraction: float
-    autocast: str
-
-    def __post_init__(self) -> None:
-        if self.autocast not in ("none", "bfloat16"):
-            raise ConfigError(f'optim.autocast is {self.autocast!r}; allowed are "none" and "bfloat16"')
-        for name in ("num_steps", "sequences_per_step", "blocks_per_sequence"):
-            require_int(f"optim.{name}", getattr(self, name))
-        require_float("optim.learning_rate", self.learning_rate)
-        require_float("optim.max_grad_norm", self.max_grad_norm)
-        _not_negative("optim.weight_decay", self.weight_decay)
-        for name in ("beta1", "beta2"):
-            if _fraction(f"optim.{name}", getattr(self, name)) == 1.0:
-                raise ConfigError(f"optim.{name} is 1.0; it must be below 1")
-        for name in ("warmup_fraction", "decay_fraction", "final_lr_fraction"):
-            _fraction(f"optim.{name}", getattr(self, name))
-        if self.warmup_fraction + self.decay_fraction > 1:
-            raise ConfigError(
-                f"optim.warmup_fraction {self.warmup_fraction:g} + decay_fraction {self.decay_fraction:g} "
-                "is above 1; lower one of them"
-            )
-
-    def lr_at(self, step: int) -> float:
-        """Learning rate of 0-based `step`."""
-        warmup = max(1, round(self.warmup_fraction * self.num_steps))
-        decay = max(1, round(self.decay_fraction * self.num_steps))
-        if step < warmup:
-            return self.learning_rate * (step + 1) / warmup
-        left = self.num_steps - step
-        if left >= decay:
-            return self.learning_rate
-        return self.learning_rate * (self.final_lr_fraction + (1 - self.final_lr_fraction) * left / decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,9 +55,13 @@ class Recipe:
     seed: int
     max_length: int
     save_every_steps: int
+    target: TargetRecipe
+    prompts: PromptsRecipe
+    text: TextRecipe
     draft: DraftRecipe
     loss: LossRecipe
     optim: OptimRecipe
+    evaluation: EvaluationRecipe
 
     def __post_init__(self) -> None:
         require_int("seed", self.seed, least=0)
@@ -213,37 +69,65 @@ class Recipe:
             raise ConfigError(f"seed is {self.seed}; it must be below 2^63")
         require_int("max_length", self.max_length, least=4)
         require_int("save_every_steps", self.save_every_steps)
+        if self.text.max_new_tokens >= self.max_length:
+            raise ConfigError(
+                f"text.max_new_tokens is {self.text.max_new_tokens}; it must be below max_length, {self.max_length}, "
+                "which holds prompt and answer"
+            )
+        if self.draft.block_size > self.max_length:
+            raise ConfigError(f"draft.block_size is {self.draft.block_size}; max_length is only {self.max_length}")
+        self._check_selector()
+        if self.evaluation.num_prompts > self.prompts.held_out:
+            raise ConfigError(
+                f"evaluation.num_prompts is {self.evaluation.num_prompts}; prompts.held_out keeps only "
+                f"{self.prompts.held_out} out of training"
+            )
+        if self.evaluation.width > self.draft.block_size:
+            raise ConfigError(
+                f"evaluation.width is {self.evaluation.width}; it must not exceed draft.block_size, "
+                f"{self.draft.block_size}"
+            )
+        if self.target.facts is not None:
+            self.draft.config(self.target.facts)
+
+    def _check_selector(self) -> None:
+        loss = self.loss
+        if not self.draft.has_selector:
+            given = {"loss.selector_weight": loss.selector_weight}
+            require_no_effect(given, {"loss.selector_weight": 0.0}, because="a DFlash draft has no selector")
+        elif loss.selector_weight and loss.selector_start_step >= self.optim.num_steps:
+            raise ConfigError(
+                f"loss.selector_start_step is {loss.selector_start_step}, and the run has {self.optim.num_steps} "
+                "steps; the selector would never be trained: start it earlier, or set loss.selector_weight to 0"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries; `recipe_from_dict` is the way back."""
-        return asdict(self)
+        return _plain_dict(self)
 
     def to_toml(self) -> str:
         """The text of a recipe file that reads back as this recipe."""
-        tables = {name: value for name, value in self.to_dict().items() if isinstance(value, dict)}
-        lines = [_toml_line(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in tables]
-        for name, table in tables.items():
-            lines += ["", f"[{name}]", *(_toml_line(key, value) for key, value in table.items())]
-        return "\n".join(lines) + "\n"
-
-
-_SECTIONS = {"draft": DraftRecipe, "loss": LossRecipe, "optim": OptimRecipe}
+        return "\n".join(_toml_table(self.to_dict(), "")) + "\n"
 
 
 def read_recipe(path: Path) -> Recipe:
     """The recipe in a TOML file. Raises ConfigError for anything unknown, missing or of another type."""
+    return recipe_from_dict(read_toml(path), where=path.name)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a recipe file, not looked into."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such recipe; name a TOML file")
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML ({error})") from None
-    return recipe_from_dict(raw, where=path.name)
 
 
 def recipe_from_dict(raw: Mapping[str, Any], *, where: str) -> Recipe:
     """The recipe in nested dictionaries; `where` names their source in a message."""
-    recipe = _build(Recipe, raw, where)
+    recipe = _build(Recipe, raw, "", where)
     assert isinstance(recipe, Recipe)
     return recipe
 
@@ -264,55 +148,132 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _toml_line(name: str, value: Any) -> str:
-    """One setting as TOML; JSON writes booleans, numbers, strings and flat lists in the same way."""
-    return f"{name} = {json.dumps(value, ensure_ascii=False)}"
+# ---- out -------------------------------------------------------------------------------------------------------------
+def _plain_dict(section: Any) -> dict[str, Any]:
+    """A section as a file spells it: absent tables left out, no pad id as -1, rotary numbers beside their kind."""
+    if isinstance(section, RopeConfig):
+        return {"theta": section.theta, "kind": section.kind, **section.numbers}
+    found: dict[str, Any] = {}
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if isinstance(section, TargetFacts) and field.name == "pad_token_id":
+            value = -1 if value is None else value
+        if is_dataclass(value):
+            found[field.name] = _plain_dict(value)
+        elif isinstance(value, tuple) and any(is_dataclass(entry) for entry in value):
+            found[field.name] = tuple(_plain_dict(entry) for entry in value)
+        elif value is not None and not (field.name == "hub" and not value):
+            found[field.name] = value
+    return found
 
 
-def _fraction(name: str, value: Any) -> float:
-    number = require_float(name, value, above=None)
-    if not 0 <= number <= 1:
-        raise ConfigError(f"{name} is {number:g}; it must be from 0 to 1")
-    return number
+def _toml_table(table: Mapping[str, Any], prefix: str) -> list[str]:
+    """The lines of a table: its settings, then the tables in it under their dotted names."""
+    lines, inner = [], []
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            inner += ["", f"[{prefix}{name}]", *_toml_table(value, f"{prefix}{name}.")]
+        elif isinstance(value, tuple) and value and isinstance(value[0], Mapping):
+            for entry in value:
+                inner += ["", f"[[{prefix}{name}]]", *_toml_table(entry, f"{prefix}{name}.")]
+        else:
+            lines.append(f"{name} = {_toml_value(value)}")
+    return lines + inner
 
 
-def _not_negative(name: str, value: Any) -> None:
-    if require_float(name, value, above=None) < 0:
-        raise ConfigError(f"{name} is {value:g}; it must not be negative")
+def _toml_value(value: Any) -> str:
+    """JSON writes booleans, finite numbers, strings and flat lists as TOML does, but for one control character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _build(kind: type[Any], raw: Mapping[str, Any], where: str) -> Any:
-    names = {field.name: field for field in fields(kind)}
-    section = next((f"{name}." for name, owner in _SECTIONS.items() if owner is kind), "")
+# ---- in --------------------------------------------------------------------------------------------------------------
+def _build(kind: type[Any], raw: Any, section: str, where: str) -> Any:
+    """A section of type `kind` from its table; `section` is its dotted name with a dot behind, "" for the whole."""
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where}: [{section[:-1]}] is a table of settings, not {raw!r}")
+    if kind is RopeConfig:
+        return _build_rope(raw, section, where)
+    hints = get_type_hints(kind)
     for key in raw:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(names)}"
-            raise ConfigError(f"{where}: unknown key {section}{key}{hint}")
+        _require_known(key, list(hints), section, where)
     values = {}
-    for name, field in names.items():
-        if name not in raw:
+    for name, hint in hints.items():
+        if name in raw:
+            values[name] = _value(section + name, hint, raw[name], where)
+        elif not _is_optional(kind, name):
             raise ConfigError(f"{where}: {section}{name} is missing; every number of a recipe is written down")
-        values[name] = _value(name, str(field.type), raw[name], where)
+    if kind is TargetFacts:
+        values = _facts_values(values, section, where)
     try:
         return kind(**values)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _value(name: str, kind: str, value: Any, where: str) -> Any:
-    if name in _SECTIONS:
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: [{name}] is a table of settings, not {value!r}")
-        return _build(_SECTIONS[name], value, where)
-    if kind.startswith("tuple"):
-        if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
-            raise ConfigError(f"{where}: {name} is a list of whole numbers, not {value!r}")
-        return tuple(value)
-    allowed: tuple[type, ...] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}[kind]
+def _require_known(key: str, names: list[str], section: str, where: str) -> None:
+    if key not in names:
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(names)}"
+        raise ConfigError(f"{where}: unknown key {section}{key}{hint}")
+
+
+def _is_optional(kind: type[Any], name: str) -> bool:
+    """Only whole tables may be absent."""
+    return name in {TargetRecipe: ("facts",), PromptsRecipe: ("hub",), DraftRecipe: ("gqa", "mla")}.get(kind, ())
+
+
+def _value(name: str, hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        hint = get_args(hint)[0]
+    if get_origin(hint) is tuple:
+        return _entries(name, get_args(hint)[0], value, where)
+    if is_dataclass(hint):
+        assert isinstance(hint, type)
+        return _build(hint, value, f"{name}.", where)
+    allowed = (int, float) if hint is float else (hint,)
+    short = name.rpartition(".")[2]
     if type(value) not in allowed:
-        raise ConfigError(f"{where}: {name} is a {kind}, not {value!r}")
+        raise ConfigError(f"{where}: {name} is a {hint.__name__}, not {value!r}")
     try:
-        return float(value) if kind == "float" else value
+        return float(value) if hint is float else value
     except OverflowError:
-        raise ConfigError(f"{where}: {name} has {len(str(value))} digits; it is too large") from None
+        raise ConfigError(f"{where}: {short} has {len(str(value))} digits; it is too large") from None
+
+
+def _entries(name: str, hint: type[Any], value: Any, where: str) -> tuple[Any, ...]:
+    words = {int: "whole numbers", str: "strings"}.get(hint, f"tables, each under [[{name}]]")
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{where}: {name} is a list of {words}, not {value!r}")
+    if is_dataclass(hint):
+        return tuple(_build(hint, entry, f"{name}.", where) for entry in value)
+    if not all(type(entry) is hint for entry in value):
+        raise ConfigError(f"{where}: {name} is a list of {words}, not {value!r}")
+    return tuple(value)
+
+
+def _build_rope(raw: Mapping[str, Any], section: str, where: str) -> RopeConfig:
+    numbers = dict(raw)
+    for name, hint in (("theta", float), ("kind", str)):
+        if name not in raw:
+            raise ConfigError(f"{where}: {section}{name} is missing; every number of a recipe is written down")
+        numbers[name] = _value(section + name, hint, raw[name], where)
+    for name, value in raw.items():
+        if name not in ("theta", "kind"):
+            numbers[name] = _value(section + name, float, value, where)
+    theta, kind = numbers.pop("theta"), numbers.pop("kind")
+    try:
+        return RopeConfig(theta=theta, kind=kind, params=tuple(numbers.items()))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {section[:-1]}: {error}") from None
+
+
+def _facts_values(values: dict[str, Any], section: str, where: str) -> dict[str, Any]:
+    try:
+        for name in ("vocab_size", "hidden_size", "num_layers", "max_length"):
+            require_int(f"{section}{name}", values[name])
+        for token in values["eos_token_ids"]:
+            require_int(f"an entry of {section}eos_token_ids", token, least=0)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    pad = values["pad_token_id"]
+    return {**values, "pad_token_id": None if pad < 0 else pad}
