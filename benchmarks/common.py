@@ -6,6 +6,7 @@ median, which the package has no use for, is defined here.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import math
@@ -26,13 +27,24 @@ if TYPE_CHECKING:
 
 PLAIN = "plain"
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-_FILES = {"gsm8k": Path("gsm8k") / "test.jsonl", "mtbench": Path("mtbench") / "question.jsonl"}
+HUMANEVAL = (
+    "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
+)
+MBPP_TRAIN = range(601, 975)  # task ids that a corpus may be written from
+LOOP_TOKENS, LOOP_PERIODS = 64, range(1, 33)
+_FILES = {
+    "gsm8k": Path("gsm8k") / "test.jsonl",
+    "mbpp": Path("mbpp") / "sanitized-mbpp.json",
+    "mtbench": Path("mtbench") / "question.jsonl",
+    "humaneval": Path("humaneval") / "HumanEval.jsonl.gz",
+}
+_CHAT_FILE = Path(__file__).with_name("chat_prompts.json")
 
 
 # ---- prompts -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A question of a set; `id` is "gsm8k-0" (row of the test file) or "mtbench-81" (question id)."""
+    """A question of a set; `id` is "gsm8k-0" (row of the test file), "mtbench-81" (question id), "mbpp-2" (task id)."""
 
     id: str
     text: str
@@ -43,14 +55,40 @@ class Prompt:
 
 
 def load_prompts(data: Path, name: str, count: int) -> list[Prompt]:
-    """The first `count` prompts of a set: GSM8K test questions with the boxed suffix, or MT-Bench first turns."""
+    """The first `count` prompts of a set, in the order of its file.
+
+    gsm8k: test questions with the boxed suffix; mbpp: bare prompts of the sanitized set, its training tasks left out;
+    mtbench: first turns; humaneval: the stub in one sentence and a fence; chat: benchmarks/chat_prompts.json.
+    """
+    if name == "chat":
+        texts = json.loads(_CHAT_FILE.read_text("utf-8"))["prompts"]
+        return [Prompt(f"chat-{index}", text) for index, text in enumerate(texts[:count])]
     file = data / _FILES[name]
     if not file.is_file():
         raise ConfigError(f"--data {data}: {_FILES[name]} is not there; name the folder that holds it")
-    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()[:count]]
+    rows = _rows(file)
+    if name == "mbpp":
+        rows = [row for row in rows if row["task_id"] not in MBPP_TRAIN]
+    return [_prompt(name, index, row) for index, row in enumerate(rows[:count])]
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a .json, .jsonl or .jsonl.gz file."""
+    if file.suffix == ".json":
+        rows: list[dict[str, Any]] = json.loads(file.read_text("utf-8"))
+        return rows
+    text = gzip.decompress(file.read_bytes()).decode() if file.suffix == ".gz" else file.read_text("utf-8")
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def _prompt(name: str, index: int, row: dict[str, Any]) -> Prompt:
     if name == "gsm8k":
-        return [Prompt(f"gsm8k-{index}", row["question"] + BOXED) for index, row in enumerate(rows)]
-    return [Prompt(f"mtbench-{row['question_id']}", row["turns"][0]) for row in rows]
+        return Prompt(f"gsm8k-{index}", row["question"] + BOXED)
+    if name == "mbpp":
+        return Prompt(f"mbpp-{row['task_id']}", row["prompt"])
+    if name == "humaneval":
+        return Prompt(f"humaneval-{index}", HUMANEVAL.format(**row))
+    return Prompt(f"mtbench-{row['question_id']}", row["turns"][0])
 
 
 def prompts_digest(prompts: Iterable[Prompt]) -> str:
@@ -225,6 +263,15 @@ def acceptance_summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "survival_by_position": st.survival_by_position(requests),
         "conditional_acceptance_by_position": st.conditional_acceptance_by_position(requests),
     }
+
+
+def loops(ids: Sequence[int]) -> bool:
+    """Whether a text ends in a loop: its last 64 tokens repeat with a period of at most 32.
+
+    Small targets fall into loops under greedy decoding, and every drafter is good at them.
+    """
+    tail = list(ids[-LOOP_TOKENS:])
+    return len(tail) == LOOP_TOKENS and any(tail[period:] == tail[:-period] for period in LOOP_PERIODS)
 
 
 def median_interval(values: Sequence[float], *, seed: int = 0, num_draws: int = 10000) -> dict[str, Any]:

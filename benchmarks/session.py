@@ -66,7 +66,7 @@ def finish(main: Callable[[], int]) -> None:
 
 
 # ---- the pair ------------------------------------------------------------------------------------------------------
-def load_engine(options: argparse.Namespace) -> Engine:
+def load_engine(options: argparse.Namespace, *, max_rows: int = 16) -> Engine:
     """The engine of the options' pair, with its draft; torch gets the asked number of threads first."""
     import torch
 
@@ -78,6 +78,7 @@ def load_engine(options: argparse.Namespace) -> Engine:
         options.target,
         dtype=options.dtype,
         device=options.device,
+        max_rows=max_rows,
         progress=lambda line, _done: note(line),
     )
 
@@ -89,15 +90,26 @@ def target_folder(options: argparse.Namespace) -> Path:
     return ensure_target() if options.target is None else locate(options.target, what="target")
 
 
+def draft_folder(options: argparse.Namespace) -> Path:
+    from blockdraft.engine.load import builtin_draft
+    from blockdraft.formats.source import locate
+
+    return builtin_draft() if options.draft is None else locate(options.draft, what="draft")
+
+
+def draft_digest(options: argparse.Namespace) -> dict[str, str]:
+    """SHA-256 of every weight file of the draft, whole, by file name."""
+    files = sorted(draft_folder(options).glob("*.safetensors"))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """What must be equal in all records of one measurement. Knows digests of the weights, not where they are."""
-    from blockdraft.engine.load import BUILTIN_NAME, builtin_draft
-    from blockdraft.formats.source import locate
+    from blockdraft.engine.load import BUILTIN_NAME
     from blockdraft.targets.smollm2 import TARGET_NAME
 
-    draft = builtin_draft() if options.draft is None else locate(options.draft, what="draft")
     return {
-        "draft": _checkpoint(draft, options.draft, BUILTIN_NAME),
+        "draft": _checkpoint(draft_folder(options), options.draft, BUILTIN_NAME),
         "target": _checkpoint(target_folder(options), options.target, TARGET_NAME),
         "dtype": options.dtype,
         "device": options.device,
