@@ -12,7 +12,7 @@ from blockdraft.train.losses import (
     HeadRows,
     decay_weights,
     dpace_weights,
-    prefix_length,
+    prefix_sum,
     selector_loss,
     weighted_mean,
 )
@@ -53,11 +53,11 @@ def test_weighted_mean_of_nothing_is_zero() -> None:
     assert weighted_mean(torch.tensor([1.0, 3.0]), torch.zeros(2)) == 0
 
 
-def test_prefix_length_counts_the_leading_run_and_the_bonus() -> None:
+def test_prefix_sum_counts_the_leading_run() -> None:
     right = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]]).bool()
-    assert prefix_length(right, torch.ones(3, 4)) == pytest.approx((2 + 0 + 4) / 3 + 1, abs=1e-4)
+    assert float(prefix_sum(right, torch.ones(3, 4))) == 2 + 0 + 4
     weights = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]])
-    assert prefix_length(right, weights) == pytest.approx((1 + 0 + 2) / 3 + 1, abs=1e-4)
+    assert float(prefix_sum(right, weights)) == 1 + 0 + 2
 
 
 # ---- selector --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ __all__ = [
     "HeadRows",
     "decay_weights",
     "dpace_weights",
-    "prefix_length",
+    "prefix_sum",
     "selector_loss",
     "weighted_mean",
 ]
@@ -96,7 +96,6 @@ def selector_loss(
     return nll_XG, hit_XG.float()
 
 
-def prefix_length(right_XG: Tensor, weights_XG: Tensor) -> float:
-    """Mean over blocks of the leading run of right proposals, plus the bonus; teacher-forced, so only a proxy."""
-    run = torch.cumprod(right_XG.float() * weights_XG, -1).sum(-1)
-    return round(float(run.mean()) + 1, 4)
+def prefix_sum(right_XG: Tensor, weights_XG: Tensor) -> Tensor:
+    """Sum over blocks of the leading run of right proposals; teacher-forced, so only a proxy of what is accepted."""
+    return torch.cumprod(right_XG.float() * weights_XG, -1).sum()

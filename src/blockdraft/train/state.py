@@ -1,0 +1,120 @@
+"""What a run keeps in its folder: the state it resumes from, its best weights, a line of metrics a step.
+
+Owns the file names, atomic writing and the checks at reading. Knows no model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockdraft.errors import CheckpointError, ConfigError
+from blockdraft.train.recipe import differing_keys
+
+__all__ = [
+    "BEST_FILE",
+    "METRICS_FILE",
+    "STATE_FILE",
+    "append_metrics",
+    "check_same_run",
+    "read_best",
+    "read_state",
+    "trim_metrics",
+    "write_state",
+]
+
+STATE_FILE = "state.pt"
+BEST_FILE = "best.pt"
+METRICS_FILE = "metrics.jsonl"
+# Settings that a resumed run may have otherwise: they change neither the maths of a step nor the order of the data.
+MAY_DIFFER = frozenset({"optim.num_steps", "save_every_steps", "text.num_processes", "text.batch_size"})
+MAY_DIFFER_TABLES = ("evaluation",)
+_STATE_KEYS = ("step", "num_blocks_seen", "model", "optimiser", "generator", "order", "rows", "recipe")
+_BEST_KEYS = ("step", "acceptance_length", "model", "recipe", "config")
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What a run saved to resume from. Raises CheckpointError for a file that is not a whole training state."""
+    return _read(path, _STATE_KEYS, "a training state", "delete it to start anew, or put an earlier one back")
+
+
+def read_best(path: Path) -> dict[str, Any]:
+    """What a run kept of its best evaluation: weights, step and acceptance length."""
+    return _read(path, _BEST_KEYS, "the weights of a best evaluation", "delete it, or put an earlier one back")
+
+
+def _read(path: Path, keys: tuple[str, ...], kind: str, advice: str) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds here, and all of them mean an unusable file
+        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path}: the training state is damaged ({reason}); {advice}") from None
+    if not isinstance(state, dict) or not all(key in state for key in keys):
+        raise CheckpointError(f"{path}: not {kind}, {', '.join(keys)} belong in it; {advice}")
+    return state
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write atomically: a kill at any moment, or a full disk, leaves the previous file whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as sink:
+            torch.save(dict(state), sink)
+            sink.flush()
+            os.fsync(sink.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        kept = "the previous checkpoint is whole" if path.is_file() else "there is no checkpoint yet"
+        raise CheckpointError(
+            f"{path}: step {state['step']} could not be saved ({error}); {kept}; free some space, then run again"
+        ) from None
+
+
+def check_same_run(path: Path, state: Mapping[str, Any], recipe: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Nothing; a ConfigError naming every setting of the saved run at `path` that is now another one."""
+    keys = [key for key in differing_keys(state["recipe"], recipe) if not _may_differ(key)]
+    if not keys and "config" in state:
+        keys = differing_keys(state["config"], config, "config.")
+    if keys:
+        raise ConfigError(
+            f"{path} was begun with another recipe or target: {', '.join(keys)} differ; "
+            "go on with the old ones, or train into another folder"
+        )
+
+
+def _may_differ(key: str) -> bool:
+    return key in MAY_DIFFER or key.split(".")[0] in MAY_DIFFER_TABLES
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+def append_metrics(folder: Path, metrics: Mapping[str, Any]) -> None:
+    """One more line of metrics."""
+    path = folder / METRICS_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as sink:
+            sink.write(json.dumps(dict(metrics)) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written ({error}); free some space, then run again") from None
+
+
+def trim_metrics(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The lines up to `step`, after dropping what an earlier, killed run wrote past it: those steps are done again."""
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    whole = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+    kept = [(line, metrics) for line, metrics in whole if metrics["step"] <= step]
+    if len(kept) < len(lines):
+        temporary = path.with_name(METRICS_FILE + ".tmp")
+        temporary.write_text("".join(line for line, _ in kept), encoding="utf-8")
+        os.replace(temporary, path)
+    return [metrics for _, metrics in kept]
