@@ -225,7 +225,7 @@ def test_forward_leaves_the_caches_alone(name: str) -> None:
     cache = filled(model, make_taps(9), [9])
 
     def everything() -> list[Tensor]:
-        return [store.buffer_2KSA.clone() for store in cache._stores]
+        return [store.buffer_NKSA.clone() for store in cache._stores]
 
     before, noise = everything(), make_noise(1, 8)
     first = model(noise, [cache])

@@ -1,52 +1,47 @@
-"""Grouped-query attention of a block over [committed context, block].
+"""What every attention of a draft has in common: the visibility rule, and one block over [context, block].
 
-Owns the projections, the visibility rule and the attention of one row. The context enters only as keys and
-values made from the fused taps; the block's own keys and values are joined to them for one call and stored
-nowhere. Knows config only: not where keys and values are kept, not how many rows a caller serves.
+Owns the rule, the attention of one row, and the protocol that grouped-query attention (`gqa`) and latent
+attention (`mla`) follow. The context enters only as keys and values made from the fused taps; the block's own
+are joined to them for one call and stored nowhere. Knows config only: not where keys and values are kept, not
+how many rows a caller serves.
 
-Letters: B rows, C newly committed positions, L block length, S context positions at hand, D draft width, H
-query heads, K kv heads, A head width, P = H / K query heads per kv head.
+Letters: C newly committed positions, L block length, S context positions at hand, D draft width, H query
+heads, K kv heads, A width of queries and keys, W width of values, P = H / K query heads per kv head.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from blockdraft.config import DraftConfig, LayerConfig
-from blockdraft.draft.norm import RMSNorm
-from blockdraft.draft.rope import Rotation, rotate
+from blockdraft.config import LayerConfig
+from blockdraft.draft.rope import Rotation
 
 __all__ = ["Attention", "attend_row", "visible"]
 
 
-class Attention(nn.Module):
-    """The projections of one layer. The same key and value weights read the context and the block."""
+class Attention(Protocol):
+    """The projections of one layer. The same key and value weights read the context and the block.
 
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        shape, width = config.attention, config.hidden_size
-        self.head_dim = shape.head_dim
-        self.q_proj = nn.Linear(width, shape.num_heads * shape.head_dim, bias=shape.has_bias)
-        self.k_proj = nn.Linear(width, shape.num_kv_heads * shape.head_dim, bias=shape.has_bias)
-        self.v_proj = nn.Linear(width, shape.num_kv_heads * shape.head_dim, bias=shape.has_bias)
-        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, width, bias=shape.has_bias)
-        self.q_norm = RMSNorm(shape.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(shape.head_dim, config.rms_norm_eps)
+    An attention may have a second form, `absorbed`, of the same function: the one whose keys and values are
+    small enough to keep. The draft's cache holds that form, training uses the other. Any leading axes.
+    """
 
-    def query(self, x_LD: Tensor, rotation: Rotation) -> Tensor:
-        """q_LHA of the rows of ``x_LD``; any leading axes."""
-        q_LHA = self.q_proj(x_LD).unflatten(-1, (-1, self.head_dim))
-        return rotate(self.q_norm(q_LHA), rotation)
+    def query(self, x_LD: Tensor, rotation: Rotation, *, absorbed: bool) -> Tensor:
+        """q_LHA of block rows."""
+        ...
 
-    def key_value(self, x_LD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """(k_LKA, v_LKA) of context features or of block rows; any leading axes."""
-        k_LKA = self.k_proj(x_LD).unflatten(-1, (-1, self.head_dim))
-        v_LKA = self.v_proj(x_LD).unflatten(-1, (-1, self.head_dim))
-        return rotate(self.k_norm(k_LKA), rotation), v_LKA
+    def key_value(self, x_LD: Tensor, rotation: Rotation, *, absorbed: bool) -> tuple[Tensor, Tensor]:
+        """(k_LKA, v_LKW) of context features or of block rows."""
+        ...
+
+    def output(self, out_LHW: Tensor, *, absorbed: bool) -> Tensor:
+        """x_LD of what the heads gathered."""
+        ...
 
 
 def visible(query_positions_L: Tensor, key_positions_S: Tensor, layer: LayerConfig) -> Tensor:
@@ -74,20 +69,31 @@ def _row_mask(layer: LayerConfig, num_context: int, length: int, groups: int, de
 
 
 def attend_row(
-    q_LHA: Tensor, k_LKA: Tensor, v_LKA: Tensor, context_KSA: tuple[Tensor, Tensor], layer: LayerConfig
+    q_LHA: Tensor,
+    k_LKA: Tensor,
+    v_LKW: Tensor,
+    context_KS: tuple[Tensor, Tensor],
+    layer: LayerConfig,
+    scale: float,
 ) -> Tensor:
-    """out_LHA of one block that stands directly behind its context (the last S committed positions)."""
+    """out_LHW of one block that stands directly behind its context, (k_KSA, v_KSW) of the last S committed
+    positions.
+    """
     length, num_heads, width = q_LHA.shape
     num_kv_heads = k_LKA.shape[1]
     groups = num_heads // num_kv_heads
-    keys, values = context_KSA
+    keys, values = context_KS
     k_KTA = torch.cat((keys, k_LKA.transpose(0, 1)), dim=1)
-    v_KTA = torch.cat((values, v_LKA.transpose(0, 1)), dim=1)
+    v_KTW = torch.cat((values, v_LKW.transpose(0, 1)), dim=1)
     # The query heads of one kv head become rows, so that keys are read once and never repeated.
     q_KPLA = q_LHA.view(length, num_kv_heads, groups, width).permute(1, 2, 0, 3)
     mask = _row_mask(layer, keys.shape[1], length, groups, q_LHA.device)
     out = F.scaled_dot_product_attention(
-        q_KPLA.reshape(1, num_kv_heads, groups * length, width), k_KTA[None], v_KTA[None], attn_mask=mask
+        q_KPLA.reshape(1, num_kv_heads, groups * length, width),
+        k_KTA[None],
+        v_KTW[None],
+        attn_mask=mask,
+        scale=scale,
     )
-    out_LHA = out.view(num_kv_heads, groups, length, width).permute(2, 0, 1, 3)
-    return out_LHA.reshape(length, num_heads, width)
+    out_LKPW = out.view(num_kv_heads, groups, length, -1).permute(2, 0, 1, 3)
+    return out_LKPW.reshape(length, num_heads, -1)

@@ -2,11 +2,13 @@
 
 Owns the network. One block computation serves generation and training; they differ only in the closure that
 attends: ``forward`` attends over a row's cache, a trainer passes its own closure to ``block_forward``.
-DFlash and DFlash 2 are this one model with the convolution and the selector absent or present by config.
+DFlash and DFlash 2, on grouped-query or latent attention, are this one model with parts absent or present by
+config.
 Knows config only: no targets, no requests, no files.
 
 Letters: B rows, C newly committed positions, L block length, G = L - 1 proposals, N taps, E target width, D
-draft width, H query heads, K kv heads, A head width, V vocabulary, M candidates.
+draft width, H query heads, K kv heads, A width of queries and keys, W width of values, V vocabulary, M
+candidates.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from blockdraft.config import DraftConfig
+from blockdraft.config import DraftConfig, MlaConfig
 from blockdraft.draft.attention import Attention, attend_row
 from blockdraft.draft.cache import DraftCache, visible_limit
 from blockdraft.draft.conv import BlockConv, convolve
+from blockdraft.draft.gqa import GroupedQueryAttention
 from blockdraft.draft.heads import CandidateLists, CandidateSelector, Proposal, top_candidates, walk
+from blockdraft.draft.mla import LatentAttention
 from blockdraft.draft.norm import RMSNorm
 from blockdraft.draft.rope import Rotary, Rotation
 from blockdraft.errors import CheckpointError
@@ -31,7 +35,7 @@ from blockdraft.packed import pack_linears_
 __all__ = ["Attend", "DraftModel"]
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer index, q_BLHA, k_BLKA, v_BLKA) -> out_BLHA; q and k are already rotated to their positions."""
+"""(layer index, q_BLHA, k_BLKA, v_BLKW) -> out_BLHW; q and k are already rotated to their positions."""
 
 
 class Weights(Protocol):
@@ -63,27 +67,41 @@ class Layer(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = _attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Mlp(config)
         self.attention_conv = BlockConv(config.hidden_size, config.conv) if config.conv is not None else None
         self.mlp_conv = BlockConv(config.hidden_size, config.conv) if config.conv is not None else None
 
-    def context_kv(self, context_CD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """(k_CKA, v_CKA) of committed positions; any leading axes."""
-        return self.self_attn.key_value(context_CD, rotation)
+    def context_kv(self, context_CD: Tensor, rotation: Rotation, *, absorbed: bool) -> tuple[Tensor, Tensor]:
+        """(k_CKA, v_CKW) of committed positions; any leading axes."""
+        attention: Attention = self.self_attn
+        return attention.key_value(context_CD, rotation, absorbed=absorbed)
 
-    def block(self, x_BLD: Tensor, rotation: Rotation, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    def block(
+        self,
+        x_BLD: Tensor,
+        rotation: Rotation,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        *,
+        absorbed: bool,
+    ) -> Tensor:
         """The layer's output for the rows of B separate blocks."""
+        attention: Attention = self.self_attn
 
-        def attention(u_BLD: Tensor) -> Tensor:
-            q_BLHA = self.self_attn.query(u_BLD, rotation)
-            k_BLKA, v_BLKA = self.self_attn.key_value(u_BLD, rotation)
-            out: Tensor = self.self_attn.o_proj(attend(q_BLHA, k_BLKA, v_BLKA).flatten(-2))
-            return out
+        def sublayer(u_BLD: Tensor) -> Tensor:
+            q_BLHA = attention.query(u_BLD, rotation, absorbed=absorbed)
+            k_BLKA, v_BLKW = attention.key_value(u_BLD, rotation, absorbed=absorbed)
+            return attention.output(attend(q_BLHA, k_BLKA, v_BLKW), absorbed=absorbed)
 
-        x_BLD = x_BLD + _wrapped(self.attention_conv, attention, self.input_layernorm(x_BLD))
+        x_BLD = x_BLD + _wrapped(self.attention_conv, sublayer, self.input_layernorm(x_BLD))
         return x_BLD + _wrapped(self.mlp_conv, self.mlp, self.post_attention_layernorm(x_BLD))
+
+
+def _attention(config: DraftConfig) -> GroupedQueryAttention | LatentAttention:
+    if isinstance(config.attention, MlaConfig):
+        return LatentAttention(config.attention, config.hidden_size, config.rms_norm_eps)
+    return GroupedQueryAttention(config.attention, config.hidden_size, config.rms_norm_eps)
 
 
 def _wrapped(conv: BlockConv | None, sublayer: Callable[[Tensor], Tensor], u_BLD: Tensor) -> Tensor:
@@ -121,6 +139,11 @@ class DraftModel(nn.Module):
         self.config = config
         width = config.hidden_size
         self.fc = nn.Linear(config.num_taps * config.target_hidden_size, width, bias=False)
+        self.fc_norm: nn.ModuleList | None = None
+        if config.has_tap_norms:
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.target_layer_ids
+            )
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in config.layers)
         self.norm = RMSNorm(width, config.rms_norm_eps)
@@ -130,7 +153,7 @@ class DraftModel(nn.Module):
         self.embed_tokens = _Table(config.vocab_size, width) if has_embedding else None
         self.lm_head = _Table(config.vocab_size, width) if has_head else None
         self.mask_embedding = nn.Parameter(torch.empty(width)) if has_mask_embedding else None
-        self._rotary = Rotary(config.rope, config.attention.head_dim)
+        self._rotary = Rotary(config.rope, config.attention.rope_dim)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -232,6 +255,8 @@ class DraftModel(nn.Module):
         expected = (self.config.num_taps, self.config.target_hidden_size)
         if tuple(taps_CNE.shape[-2:]) != expected:
             raise ValueError(f"taps of shape {tuple(taps_CNE.shape)}: the last two axes must be {expected}")
+        if self.fc_norm is not None:
+            taps_CNE = torch.stack([norm(taps_CNE[..., i, :]) for i, norm in enumerate(self.fc_norm)], dim=-2)
         context_CD: Tensor = self.hidden_norm(self.fc(taps_CNE.flatten(-2)))
         return context_CD
 
@@ -240,23 +265,28 @@ class DraftModel(nn.Module):
         return self._rotary.at(positions_L, dtype=self.dtype)
 
     def context_kv(self, layer_index: int, context_CD: Tensor, positions_C: Tensor) -> tuple[Tensor, Tensor]:
-        """(k_CKA, v_CKA) of fused context rows in one layer; any leading axes, gradients flow."""
+        """(k_CKA, v_CKW) of fused context rows in one layer, for ``block_forward``; any leading axes, gradients
+        flow.
+        """
         layer = self.layers[layer_index]
         assert isinstance(layer, Layer)
-        return layer.context_kv(context_CD, self.rotation(positions_C))
+        return layer.context_kv(context_CD, self.rotation(positions_C), absorbed=False)
 
     def block_forward(self, noise_BLD: Tensor, positions_BL: Tensor, attention: Attend) -> Tensor:
-        """hidden_BLD of B separate blocks whose attention is the caller's; gradients flow."""
-        return self._run(noise_BLD, self.rotation(positions_BL), attention)
+        """hidden_BLD of B separate blocks whose attention is the caller's; gradients flow.
 
-    def _run(self, x_BLD: Tensor, rotation: Rotation, attention: Attend) -> Tensor:
+        The caller multiplies scores by ``config.softmax_scale``.
+        """
+        return self._run(noise_BLD, self.rotation(positions_BL), attention, absorbed=False)
+
+    def _run(self, x_BLD: Tensor, rotation: Rotation, attention: Attend, *, absorbed: bool) -> Tensor:
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
 
             def attend(q: Tensor, k: Tensor, v: Tensor, index: int = index) -> Tensor:
                 return attention(index, q, k, v)
 
-            x_BLD = layer.block(x_BLD, rotation, attend)
+            x_BLD = layer.block(x_BLD, rotation, attend, absorbed=absorbed)
         hidden_BLD: Tensor = self.norm(x_BLD)
         return hidden_BLD
 
@@ -281,7 +311,8 @@ class DraftModel(nn.Module):
             assert isinstance(layer, Layer)
             seen = visible_limit(rule)
             skip = 0 if seen is None else max(0, num_fused - seen)
-            keys_values.append(layer.context_kv(context_CD[skip:], Rotation(rotation.cos[skip:], rotation.sin[skip:])))
+            turned = Rotation(rotation.cos[skip:], rotation.sin[skip:])
+            keys_values.append(layer.context_kv(context_CD[skip:], turned, absorbed=True))
         cache.append(keys_values, num_new)
 
     @torch.no_grad()
@@ -297,16 +328,18 @@ class DraftModel(nn.Module):
         if len(rows) > 1:
             rotation = Rotation(torch.stack([row.cos for row in rows]), torch.stack([row.sin for row in rows]))
 
-        def attention(index: int, q_BLHA: Tensor, k_BLKA: Tensor, v_BLKA: Tensor) -> Tensor:
+        scale = self.config.softmax_scale
+
+        def attention(index: int, q_BLHA: Tensor, k_BLKA: Tensor, v_BLKW: Tensor) -> Tensor:
             rule = self.config.layers[index]
             return torch.stack(
                 [
-                    attend_row(q_BLHA[b], k_BLKA[b], v_BLKA[b], cache.layer(index), rule)
+                    attend_row(q_BLHA[b], k_BLKA[b], v_BLKW[b], cache.layer(index), rule, scale)
                     for b, cache in enumerate(caches)
                 ]
             )
 
-        return self._run(noise_BLD, rotation, attention)
+        return self._run(noise_BLD, rotation, attention, absorbed=True)
 
     def scale_logits(self, logits: Tensor) -> Tensor:
         """Draft logits of raw head outputs: the output multiplier, then the soft cap."""

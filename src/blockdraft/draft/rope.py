@@ -44,7 +44,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> tup
     if rope.kind == "llama3":
         return _llama3(base, numbers), 1.0
     assert rope.kind == "yarn", rope.kind
-    return _yarn(base, rope.theta, numbers)
+    return _yarn(base, rope)
 
 
 def _llama3(base: Tensor, numbers: dict[str, float]) -> Tensor:
@@ -55,14 +55,15 @@ def _llama3(base: Tensor, numbers: dict[str, float]) -> Tensor:
     return base * (blend + (1.0 - blend) / factor)
 
 
-def _yarn(base: Tensor, theta: float, numbers: dict[str, float]) -> tuple[Tensor, float]:
+def _yarn(base: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
     """Pairs that turn often are kept, pairs that turn less than once are stretched, a ramp lies between."""
     pairs = base.shape[0]
+    numbers = rope.numbers
     width, factor = 2 * pairs, numbers["factor"]
 
     def pair_of(turns: float) -> float:
         reach = numbers["original_max_position_embeddings"] / (turns * 2 * math.pi)
-        return width * math.log(reach) / (2 * math.log(theta))
+        return width * math.log(reach) / (2 * math.log(rope.theta))
 
     low = max(math.floor(pair_of(numbers["beta_fast"])), 0)
     high: float = min(math.ceil(pair_of(numbers["beta_slow"])), width - 1)
@@ -70,20 +71,18 @@ def _yarn(base: Tensor, theta: float, numbers: dict[str, float]) -> tuple[Tensor
         high += 0.001
     ramp = ((torch.arange(pairs, dtype=base.dtype, device="cpu") - low) / (high - low)).clamp(0.0, 1.0)
     frequencies = base * (1.0 - ramp) + base / factor * ramp
-    return frequencies, _yarn_magnitude(numbers)
+    return frequencies, _yarn_magnitude(rope)
 
 
-def _yarn_magnitude(numbers: dict[str, float]) -> float:
+def _yarn_magnitude(rope: RopeConfig) -> float:
+    numbers = rope.numbers
     if "attention_factor" in numbers:
         return numbers["attention_factor"]
 
-    def magnitude(scale: float) -> float:
-        return 1.0 if numbers["factor"] <= 1.0 else 0.1 * scale * math.log(numbers["factor"]) + 1.0
-
     mscale, all_dim = numbers.get("mscale", 0.0), numbers.get("mscale_all_dim", 0.0)
     if mscale and all_dim:
-        return magnitude(mscale) / magnitude(all_dim)
-    return magnitude(1.0)
+        return rope.magnitude(mscale) / rope.magnitude(all_dim)
+    return rope.magnitude(1.0)
 
 
 class Rotary:
