@@ -5,7 +5,8 @@ state does not exist yet when the draft is served). The maths of a block is the 
 losses and no files.
 
 Letters: B sequences, S context positions, K blocks per sequence, X = B*K, L block length, H query heads, J kv heads,
-P = H / J query heads per kv head, A head width, N taps, E target width, D draft width, V vocabulary.
+P = H / J query heads per kv head, A width of queries and keys, W width of values, N taps, E target width, D draft
+width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -102,14 +103,15 @@ def block_attention(
 ) -> Attend:
     """The attention closure for training: every block sees its own sequence before its anchor, and itself.
 
-    `context[i]` holds layer i's keys and values [B, S, J, A] of the whole sequence. The closure takes q [X, L, H, A]
-    and the blocks' own k, v [X, L, J, A] and returns [X, L, H, A]. The X*X block-by-block part is never built.
+    `context[i]` holds layer i's keys [B, S, J, A] and values [B, S, J, W] of the whole sequence. The closure takes
+    q [X, L, H, A] and the blocks' own k [X, L, J, A] and v [X, L, J, W] and returns [X, L, H, W]. The X*X
+    block-by-block part is never built.
     """
     num_context = context[0][0].shape[1]
     masks = {layer: _additive(block_masks(layer, blocks, num_context)) for layer in set(layers)}
 
-    def attend(index: int, q_XLHA: Tensor, k_XLJA: Tensor, v_XLJA: Tensor) -> Tensor:
-        return _attend(q_XLHA, k_XLJA, v_XLJA, context[index], masks[layers[index]], scale)
+    def attend(index: int, q_XLHA: Tensor, k_XLJA: Tensor, v_XLJW: Tensor) -> Tensor:
+        return _attend(q_XLHA, k_XLJA, v_XLJW, context[index], masks[layers[index]], scale)
 
     return attend
 
@@ -122,13 +124,13 @@ def _additive(masks: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def _attend(
     q_XLHA: Tensor,
     k_XLJA: Tensor,
-    v_XLJA: Tensor,
-    context_BSJA: tuple[Tensor, Tensor],
+    v_XLJW: Tensor,
+    context_BSJ: tuple[Tensor, Tensor],
     masks: tuple[Tensor, Tensor],
     scale: float,
 ) -> Tensor:
     """softmax over [context | own block] of every row; both masks are additive and every row sees itself."""
-    keys_BSJA, values_BSJA = context_BSJA
+    keys_BSJA, values_BSJW = context_BSJ
     context_mask_BKLS, inside_mask_LL = masks
     num_rows, num_blocks, length, num_context = context_mask_BKLS.shape
     num_heads, width = q_XLHA.shape[-2:]
@@ -136,7 +138,7 @@ def _attend(
     group = num_heads // num_kv
     q_BJKLPA = q_XLHA.view(num_rows, num_blocks, length, num_kv, group, width).permute(0, 3, 1, 2, 4, 5)
     k_BKLJA = k_XLJA.view(num_rows, num_blocks, length, num_kv, width)
-    v_BKLJA = v_XLJA.view(num_rows, num_blocks, length, num_kv, width)
+    v_BKLJW = v_XLJW.view(num_rows, num_blocks, length, num_kv, -1)
     # The query heads of one kv head become rows: keys are read once and never repeated.
     of_sequence = (num_rows, num_kv, num_blocks * length * group)
     of_block = (num_rows, num_kv, num_blocks, length * group)
@@ -149,10 +151,10 @@ def _attend(
     inside = q_BJKLPA.reshape(*of_block, width) @ k_BKLJA.permute(0, 3, 1, 4, 2)
     inside = inside.view(*shape, length).to(wide) * scale
     inside = inside + inside_mask_LL[:, None]
-    probs = torch.softmax(torch.cat([to_context, inside], -1), -1).to(values_BSJA.dtype)
+    probs = torch.softmax(torch.cat([to_context, inside], -1), -1).to(values_BSJW.dtype)
     context_probs, inside_probs = probs.split([num_context, length], -1)
 
-    out = context_probs.reshape(*of_sequence, num_context) @ values_BSJA.transpose(1, 2)
-    own = inside_probs.reshape(*of_block, length) @ v_BKLJA.permute(0, 3, 1, 2, 4)
-    out_BJKLPA = out.view(q_BJKLPA.shape) + own.view(q_BJKLPA.shape)
-    return out_BJKLPA.permute(0, 2, 3, 1, 4, 5).reshape(num_rows * num_blocks, length, num_heads, width)
+    out = context_probs.reshape(*of_sequence, num_context) @ values_BSJW.transpose(1, 2)
+    own = inside_probs.reshape(*of_block, length) @ v_BKLJW.permute(0, 3, 1, 2, 4)
+    out_BJKLPW = out.view(*shape, -1) + own.view(*shape, -1)
+    return out_BJKLPW.permute(0, 2, 3, 1, 4, 5).reshape(num_rows * num_blocks, length, num_heads, -1)
