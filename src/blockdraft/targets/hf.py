@@ -25,7 +25,8 @@ from blockdraft.config import TargetFacts, token_ids
 from blockdraft.errors import CheckpointError, PairError, RequestError, UnavailableError
 from blockdraft.packed import pack_linears_
 
-from .contract import Row, Scored
+from .contract import Row, Scored, Target
+from .fused import FusedTarget, can_fuse
 from .hf_attention import use_grouped_attention_
 from .hf_cache import RowCache, refusal
 
@@ -226,12 +227,14 @@ def load_target(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     pack: bool | None = None,
+    fused: bool | None = None,
     trust_remote_code: bool = False,
-) -> HFTarget:
+) -> Target:
     """The target in a local folder or of a hub id, ready to run.
 
     dtype None: as stored. pack: weights and attention in the form that is fastest on the CPU, the same up to
-    rounding; None does it wherever it pays. The family and the taps are checked before any weight is read.
+    rounding; None does it wherever it pays. fused: one pass for all rows, for the families that have it; None uses it
+    wherever it is there. The family and the taps are checked before any weight is read.
     """
     source = str(name_or_path)
     place = torch.device(device)
@@ -244,7 +247,15 @@ def load_target(
         raise UnavailableError(
             f"pack=True needs an unquantised target on the CPU, this one is on {place}: pass pack=None"
         )
-    if pack or (pack is None and can_pack):
+    should_pack = can_pack if pack is None else pack
+    if fused and not can_fuse(model):
+        raise UnavailableError(
+            f"fused=True was asked for, and {model.config.model_type!r} has no fused form here: pass fused=None"
+        )
+    if fused or (fused is None and can_fuse(model)):
+        taps = checked_taps(tap_layer_ids, len(model.model.layers))
+        return FusedTarget(model.eval(), _facts_of(model), taps, pack=should_pack)
+    if should_pack:
         pack_linears_(model)
         use_grouped_attention_(model)
     return HFTarget(model, tap_layer_ids)
