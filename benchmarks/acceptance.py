@@ -9,6 +9,7 @@ may run on a busy machine, and in parts (--part 1/2 and --part 2/2, then --merge
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 SETS = {"gsm8k": 200, "mbpp": 100, "mtbench": 80, "humaneval": 60, "chat": 100}
 SAMPLINGS: dict[str, dict[str, float]] = {"greedy": {}, "sampled": {"temperature": 1.0, "top_p": 0.95}}
-SEED = 7000  # of the first prompt; the next one has the next
+SEED = 7000
 RESULT = "acceptance.json"
 
 
@@ -77,7 +78,6 @@ def _measure(
     options: argparse.Namespace, work: common.Work, prompts: Sequence[common.Prompt], samplings: Sequence[str]
 ) -> None:
     """Run and record what has no record yet, one mode after the other, many rows at once."""
-    seeds = {prompt.id: SEED + index for index, prompt in enumerate(prompts)}
     mine = common.part_of(prompts, options.part)
     modes = [(sampling, width) for sampling in samplings for width in options.widths]
     todo = {mode: [p for p in mine if (p.id, mode_of(*mode)) not in work.records] for mode in modes}
@@ -86,7 +86,7 @@ def _measure(
     engine = session.load_engine(options, max_rows=options.max_rows)
     for (sampling, width), left in todo.items():
         session.note(f"{mode_of(sampling, width)}: {len(left)} prompts to run")
-        run_mode(engine, work, left, sampling, width, seeds, options.max_new_tokens)
+        run_mode(engine, work, left, sampling, width, options.max_new_tokens)
 
 
 def run_mode(
@@ -95,7 +95,6 @@ def run_mode(
     prompts: Sequence[common.Prompt],
     sampling: str,
     width: int,
-    seeds: Mapping[str, int],
     max_new_tokens: int,
 ) -> None:
     """All prompts in one mode as one batch; each completion is on disk before the next step of the engine."""
@@ -107,7 +106,7 @@ def run_mode(
     for prompt in prompts:
         ids = engine.tokenizer.chat_ids([{"role": "user", "content": prompt.text}], add_generation_prompt=True)
         params = SamplingParams(**SAMPLINGS[sampling])
-        seed = None if params.is_greedy else seeds[prompt.id]
+        seed = None if params.is_greedy else seed_of(prompt)
         tickets[prompt.id] = engine.submit(
             Request(
                 prompt_ids=ids,
@@ -126,6 +125,11 @@ def run_mode(
                 del tickets[name]
         print(f"\r{len(tickets)} left ", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
+
+
+def seed_of(prompt: common.Prompt) -> int:
+    """The seed of a sampled run: of the prompt's name, so that it stays whatever else is run."""
+    return int.from_bytes(hashlib.sha256(f"{SEED}:{prompt.id}".encode()).digest()[:4])
 
 
 def record_of(name: str, completion: Completion) -> dict[str, Any]:
