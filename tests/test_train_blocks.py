@@ -24,8 +24,9 @@ def a_batch(prompts=(4, 1, 9), lengths=(20, 13, 12)):
 
 
 def sample(num_blocks=6, block_size=5, seed=0, **batch) -> Blocks:
-    generator = torch.Generator().manual_seed(seed)
-    return sample_blocks(*a_batch(**batch), num_blocks=num_blocks, block_size=block_size, generator=generator)
+    given = a_batch(**batch)
+    generators = [torch.Generator().manual_seed(seed + row) for row in range(len(given[0]))]
+    return sample_blocks(*given, num_blocks=num_blocks, block_size=block_size, generators=generators)
 
 
 # ---- anchors and labels ----------------------------------------------------------------------------------------------

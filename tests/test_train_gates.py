@@ -130,7 +130,7 @@ def test_a_padded_batch_is_each_sequence_alone(layers: str, v2: bool) -> None:
         torch.tensor(lengths),
         num_blocks=4,
         block_size=BLOCK,
-        generator=torch.Generator().manual_seed(7),
+        generators=[torch.Generator().manual_seed(7)] * 3,
     )
     together = block_hidden(model, EMBED, taps, blocks).view(3, 4, BLOCK, -1)
     for row, length in enumerate(lengths):

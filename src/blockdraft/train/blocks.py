@@ -11,6 +11,8 @@ width, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +24,7 @@ from blockdraft.draft.attention import visible
 from blockdraft.draft.model import Attend, DraftModel
 from blockdraft.draft.norm import wide_dtype
 
-__all__ = ["Blocks", "block_attention", "block_hidden", "block_masks", "sample_blocks"]
+__all__ = ["Blocks", "block_attention", "block_hidden", "block_masks", "sample_blocks", "step_generator"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +53,19 @@ def sample_blocks(
     *,
     num_blocks: int,
     block_size: int,
-    generator: torch.Generator,
+    generators: Sequence[torch.Generator],
 ) -> Blocks:
     """Blocks at anchors drawn without regard to the block's end; labels past the sequence have weight 0.
 
     An anchor is a token that the target wrote and that is not the sequence's last one: [prompt_len, len - 1).
-    Where a sequence has fewer than `num_blocks` anchors they repeat.
+    Where a sequence has fewer than `num_blocks` anchors they repeat. Each sequence has its own generator.
     """
     num_rows, num_positions = ids_BS.shape
     anchors_BK = torch.empty(num_rows, num_blocks, dtype=torch.long)
     for row in range(num_rows):
         first, end = int(prompt_len_B[row]), int(len_B[row]) - 1
         assert first < end, "a sequence needs at least two tokens of the target's"
-        order = torch.randperm(end - first, generator=generator)
+        order = torch.randperm(end - first, generator=generators[row])
         picked = order.repeat(-(-num_blocks // len(order)))[:num_blocks]
         anchors_BK[row] = picked.sort().values + first
     positions_BKL = anchors_BK[..., None] + torch.arange(block_size)
@@ -73,6 +75,12 @@ def sample_blocks(
     weights_BKL = exists_BKL.float()
     weights_BKL[..., 0] = 0
     return Blocks(anchors_BK, ids_BKL, weights_BKL)
+
+
+def step_generator(seed: int, step: int, place: int) -> torch.Generator:
+    """Randomness of the sequence at `place` of a step: the same whichever process it falls to, and after a resume."""
+    mixed = hashlib.blake2b(f"{seed} {step} {place}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(mixed, "big"))
 
 
 def block_hidden(model: DraftModel, embed_VE: Tensor, taps_BSNE: Tensor, blocks: Blocks) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from blockdraft.config import DraftConfig
 from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats.zlab import config_to_dict
-from blockdraft.train.blocks import Blocks, sample_blocks
+from blockdraft.train.blocks import Blocks, sample_blocks, step_generator
 from blockdraft.train.corpus import Corpus
 from blockdraft.train.head import FrozenHead
 from blockdraft.train.initial import initialise_draft
@@ -49,7 +49,9 @@ OnStep = Callable[[dict[str, Any]], None]
 class Trainer:
     """One run in one folder. Goes on from the last checkpoint in it, if there is one.
 
-    `best` is (step, acceptance length) of the best evaluation so far; its weights lie in best.pt.
+    `best` is (step, acceptance length) of the best evaluation so far; its weights lie in best.pt. Every process of a
+    run has its Trainer and calls the same methods at the same time; the main one alone writes files.
+    `served` is the draft in one piece for `on_evaluate`: the trained model itself, or a copy where that is spread.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Trainer:
         corpus.facts.check_fits(config)
         self.recipe, self.config, self.head, self.corpus, self.folder = recipe, config, head, corpus, folder
         self.parallel = parallel or Parallel.single()
-        self.model = initialise_draft(config, head, seed=recipe.seed)
+        self.model = self.served = initialise_draft(config, head, seed=recipe.seed)
         self.objective = Objective(recipe, self.model, head)
         self.generator = torch.Generator().manual_seed(recipe.seed)
         self.step = 0
@@ -72,6 +74,8 @@ class Trainer:
         self.best: tuple[int, float] | None = None
         self._order: list[int] = []
         optim = recipe.optim
+        skips = config.selector is not None and recipe.loss.selector_start_step > 0
+        self._forward = self.parallel.wrap(self.model, self.loss, optim.sharding, skips=skips)
         self.optimiser = torch.optim.AdamW(
             self.model.parameters(),
             lr=optim.learning_rate,
@@ -81,7 +85,8 @@ class Trainer:
         )
         if (folder / STATE_FILE).is_file():
             self._load(folder / STATE_FILE)
-        self._corpus_ids = corpus.token_ids()
+        self.parallel.require_same("step to go on from", self.step)
+        self._use_main_shards()
 
     # ---- the run -------------------------------------------------------------------------------------------------
     def run(
@@ -94,11 +99,11 @@ class Trainer:
         """Train up to the recipe's last step (or to step `stop_after`), checkpointing on the way and at the end.
 
         `on_evaluate` gives an acceptance length every `evaluation.every_steps` and after the last step of the recipe.
+        Both functions are called in the main process only.
         """
         num_steps = self.recipe.optim.num_steps
         last = num_steps if stop_after is None else min(stop_after, num_steps)
-        lines = trim_metrics(self.folder, self.step)
-        evaluated = max((line["step"] for line in lines if "acceptance_length" in line), default=0)
+        evaluated = self.parallel.on_main(self._last_evaluated)
         while True:
             if on_evaluate is not None and evaluated < self.step and self._is_evaluated(self.step):
                 self._evaluate(on_evaluate, on_step)
@@ -108,20 +113,22 @@ class Trainer:
             started = time.perf_counter()
             metrics = self.train_step()
             metrics["step_s"] = round(time.perf_counter() - started, 4)
-            self._append_metrics(metrics)
-            if on_step is not None:
-                on_step(metrics)
+            if self.parallel.is_main:
+                append_metrics(self.folder, metrics)
+                if on_step is not None:
+                    on_step(metrics)
             if self.step % self.recipe.save_every_steps == 0 or self.step == last or self._is_evaluated(self.step):
                 self.save()
 
     def _is_evaluated(self, step: int) -> bool:
-        evaluation = getattr(self.recipe, "evaluation", None)
-        due = evaluation is not None and step % evaluation.every_steps == 0
-        return due or step == self.recipe.optim.num_steps
+        every = self.recipe.evaluation.every_steps
+        return step == self.recipe.optim.num_steps or (every > 0 and step % every == 0)
 
     def _evaluate(self, on_evaluate: Callable[[Trainer], float | None], on_step: OnStep | None) -> None:
         started = time.perf_counter()
-        value = on_evaluate(self)
+        self.served = self.parallel.whole_model(self.model)
+        value = self.parallel.on_main(lambda: on_evaluate(self))
+        self.served = self.model
         if value is None:
             return
         if self.best is None or value > self.best[1]:
@@ -133,38 +140,47 @@ class Trainer:
             "best_step": self.best[0],
             "evaluate_s": round(time.perf_counter() - started, 4),
         }
-        self._append_metrics(line)
+        if self.parallel.is_main:
+            append_metrics(self.folder, line)
+
+    def _last_evaluated(self) -> int:
+        lines = trim_metrics(self.folder, self.step)
+        return max((line["step"] for line in lines if "acceptance_length" in line), default=0)
 
     # ---- one step ------------------------------------------------------------------------------------------------
     def train_step(self) -> dict[str, Any]:
         """One optimiser step; returns its metrics. Raises ConfigError before a weight is touched by a NaN."""
         recipe = self.recipe
         if self.step % ROWS_EVERY_STEPS == 0:
-            if self.corpus.rescan():
-                self._corpus_ids = self.corpus.token_ids()
+            if self.parallel.on_main(self.corpus.rescan):
+                if not self.parallel.is_main:
+                    self.corpus.rescan()
+                self._use_main_shards()
             self._draw_rows()
-        batch = self.corpus.batch(self._next_sequences(recipe.optim.sequences_per_step))
+        picked = self._next_sequences(recipe.optim.sequences_per_step * self.parallel.world_size)
+        places = self.parallel.shard(range(len(picked)))
+        batch = self.corpus.batch([picked[place] for place in places])
         blocks = sample_blocks(
             batch.ids_BS,
             batch.prompt_len_B,
             batch.len_B,
             num_blocks=recipe.optim.blocks_per_sequence,
             block_size=recipe.draft.block_size,
-            generator=self.generator,
+            generators=[step_generator(recipe.seed, self.step, place) for place in places],
         )
         with torch.autocast("cpu", torch.bfloat16, enabled=recipe.optim.autocast == "bfloat16"):
-            loss, metrics = self.loss(batch.taps_BSNE, blocks)
-        self._require_finite("loss", loss)
+            loss, metrics = self._forward(batch.taps_BSNE, blocks)
+        self._require_finite("loss", self.parallel.sum_(loss.detach().clone()))
         self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.optim.max_grad_norm)
+        self.parallel.backward(loss)
+        norm = self.parallel.clip_grad_norm_(self.model, recipe.optim.max_grad_norm)
         self._require_finite("gradient's norm", norm)
         lr = recipe.optim.lr_at(self.step)
         for group in self.optimiser.param_groups:
             group["lr"] = lr
         self.optimiser.step()
         self.step += 1
-        self.num_blocks_seen += blocks.anchors_BK.numel()
+        self.num_blocks_seen += len(picked) * recipe.optim.blocks_per_sequence
         return {
             "step": self.step,
             "blocks": self.num_blocks_seen,
@@ -175,7 +191,7 @@ class Trainer:
         }
 
     def loss(self, taps_BSNE: Tensor, blocks: Blocks) -> tuple[Tensor, dict[str, float]]:
-        """Total loss of the blocks at the present step and its metrics. Head rows must have been drawn."""
+        """(these blocks' part of the loss at the present step, metrics over all processes). Needs head rows drawn."""
         return self.objective.total(self.objective.sums(taps_BSNE, blocks), self.step, self.parallel)
 
     def _require_finite(self, name: str, value: Tensor) -> None:
@@ -186,6 +202,14 @@ class Trainer:
             )
 
     # ---- data order and head rows --------------------------------------------------------------------------------
+    def _use_main_shards(self) -> None:
+        """Make a sequence's index mean the same in every process, also while a writer adds shards."""
+        names = self.parallel.agree(self.corpus.shard_names)
+        if names != self.corpus.shard_names:
+            self.corpus.use_shards(names)
+        self.parallel.require_same("number of sequences in the corpus", len(self.corpus))
+        self._corpus_ids = self.corpus.token_ids()
+
     def _next_sequences(self, count: int) -> list[int]:
         picked: list[int] = []
         while len(picked) < count:
@@ -204,35 +228,37 @@ class Trainer:
         rows = self.objective.rows
         state = {
             **self._weights(),
+            "optimiser": self.parallel.whole(self.optimiser.state_dict()),
             "num_blocks_seen": self.num_blocks_seen,
-            "optimiser": self.optimiser.state_dict(),
+            "num_processes": self.parallel.world_size,
             "generator": self.generator.get_state(),
             "order": self._order,
             "rows": None if rows is None else rows.__dict__,
             "shards": self.corpus.shard_names,
         }
-        write_state(self.folder / STATE_FILE, state)
+        self.parallel.on_main(lambda: write_state(self.folder / STATE_FILE, state))
 
     def _save_best(self) -> None:
         assert self.best is not None
-        write_state(self.folder / BEST_FILE, {**self._weights(), "acceptance_length": self.best[1]})
+        state = {**self._weights(), "acceptance_length": self.best[1]}
+        self.parallel.on_main(lambda: write_state(self.folder / BEST_FILE, state))
 
     def _weights(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "model": self.model.state_dict(),
+            "model": self.parallel.whole(self.model.state_dict()),
             "recipe": self.recipe.to_dict(),
             "config": config_to_dict(self.config, dtype="float32"),
         }
 
     def _load(self, path: Path) -> None:
         state = read_state(path)
-        check_same_run(path, state, self.recipe.to_dict(), config_to_dict(self.config, dtype="float32"))
+        recipe, config = self.recipe.to_dict(), config_to_dict(self.config, dtype="float32")
+        check_same_run(path, state, recipe, config, num_processes=self.parallel.world_size)
         try:
             if "shards" in state:
                 self.corpus.use_shards(state["shards"])
-            self.model.load_state_dict(state["model"])
-            self.optimiser.load_state_dict(state["optimiser"])
+            self.parallel.load_whole(self.model, self.optimiser, state)
             self.generator.set_state(state["generator"])
             self.step, self.num_blocks_seen = int(state["step"]), int(state["num_blocks_seen"])
             self._order = list(state["order"])
@@ -247,6 +273,3 @@ class Trainer:
         if best.is_file():
             kept = read_best(best)
             self.best = (int(kept["step"]), float(kept["acceptance_length"]))
-
-    def _append_metrics(self, metrics: dict[str, Any]) -> None:
-        append_metrics(self.folder, metrics)

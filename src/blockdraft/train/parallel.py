@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -29,6 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from blockdraft.config import DraftConfig
 from blockdraft.draft import DraftModel
 from blockdraft.errors import ConfigError, UnavailableError
 
@@ -240,24 +242,6 @@ class Parallel:
         return norm
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
-    def full_state(self, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
-        """{"model", "optimiser"} as one process would hold them; of use in the main process only.
-
-        Every process must call it.
-        """
-        return {"model": self.whole(model.state_dict()), "optimiser": self.whole(optimiser.state_dict())}
-
-    def load_full_state(self, model: nn.Module, optimiser: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Take over what `full_state` gave, however many processes wrote it; each keeps its own part."""
-        mine, saved = model.state_dict(), state["optimiser"]
-        model.load_state_dict({name: _spread_like(mine.get(name), value) for name, value in state["model"].items()})
-        parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
-        moments = {
-            index: {name: _spread_like(parameters[index], value) for name, value in entry.items()}
-            for index, entry in saved["state"].items()
-        }
-        optimiser.load_state_dict({**saved, "state": moments})
-
     def whole(self, tree: Any) -> Any:
         """`tree` with every spread tensor put together, on the CPU of the main process (None in the others).
 
@@ -271,6 +255,33 @@ class Parallel:
             return tree
         full = tree.full_tensor()
         return full.cpu() if self.is_main else None
+
+    def whole_model(self, model: DraftModel) -> DraftModel:
+        """`model`, or where it is spread a copy in one piece, in the main process (the others get the model itself).
+
+        Every process must call it.
+        """
+        tensors = self.whole(model.state_dict())
+        if not self.is_main or not any(_is_spread(parameter) for parameter in model.parameters()):
+            return model
+        return DraftModel.from_checkpoint(_Weights(model.config, tensors), device=self.device)
+
+    def load_whole(self, model: nn.Module, optimiser: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Take over state["model"] and state["optimiser"], which are whole; each process keeps its own part."""
+        mine, saved = model.state_dict(), state["optimiser"]
+        model.load_state_dict({name: _spread_like(mine.get(name), value) for name, value in state["model"].items()})
+        parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+        moments = {
+            index: {name: _spread_like(parameters[index], value) for name, value in entry.items()}
+            for index, entry in saved["state"].items()
+        }
+        optimiser.load_state_dict({**saved, "state": moments})
+
+
+@dataclass(frozen=True)
+class _Weights:
+    config: DraftConfig
+    tensors: dict[str, Tensor]
 
 
 class _Step(nn.Module):

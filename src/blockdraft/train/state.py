@@ -32,7 +32,17 @@ STATE_FILE = "state.pt"
 BEST_FILE = "best.pt"
 METRICS_FILE = "metrics.jsonl"
 # Settings that a resumed run may have otherwise: they change neither the maths of a step nor the order of the data.
-MAY_DIFFER = frozenset({"optim.num_steps", "save_every_steps", "text.num_processes", "text.batch_size"})
+# How many sequences a step takes is compared over all processes.
+MAY_DIFFER = frozenset(
+    {
+        "optim.num_steps",
+        "optim.sequences_per_step",
+        "optim.sharding",
+        "save_every_steps",
+        "text.num_processes",
+        "text.batch_size",
+    }
+)
 MAY_DIFFER_TABLES = ("evaluation",)
 _STATE_KEYS = ("step", "num_blocks_seen", "model", "optimiser", "generator", "order", "rows", "recipe")
 _BEST_KEYS = ("step", "acceptance_length", "model", "recipe", "config")
@@ -77,7 +87,9 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
         ) from None
 
 
-def check_same_run(path: Path, state: Mapping[str, Any], recipe: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def check_same_run(
+    path: Path, state: Mapping[str, Any], recipe: Mapping[str, Any], config: Mapping[str, Any], *, num_processes: int
+) -> None:
     """Nothing; a ConfigError naming every setting of the saved run at `path` that is now another one."""
     keys = [key for key in differing_keys(state["recipe"], recipe) if not _may_differ(key)]
     if not keys and "config" in state:
@@ -86,6 +98,16 @@ def check_same_run(path: Path, state: Mapping[str, Any], recipe: Mapping[str, An
         raise ConfigError(
             f"{path} was begun with another recipe or target: {', '.join(keys)} differ; "
             "go on with the old ones, or train into another folder"
+        )
+    saved = state["recipe"]["optim"]["sequences_per_step"] * state.get("num_processes", 1)
+    each = recipe["optim"]["sequences_per_step"]
+    if saved != each * num_processes:
+        advice = "start a number of processes that divides it"
+        if saved % num_processes == 0:
+            advice = f"set optim.sequences_per_step={saved // num_processes}, or start another number of processes"
+        raise ConfigError(
+            f"{path} was begun with {saved} sequences a step over all processes, and {num_processes} x {each} "
+            f"are asked for; {advice}"
         )
 
 
