@@ -31,7 +31,7 @@ def place(tmp_path_factory) -> Path:
 
 
 def run(place: Path, out: Path, **options):
-    named = {"recipe_path": "recipe.toml", "corpus": "corpus", "target": "target", **options}
+    named = {"source": "recipe.toml", "corpus": "corpus", "target": "target", **options}
     paths = {k: place / v if isinstance(v, str) and k != "commit" else v for k, v in named.items()}
     return run_training(out=out, **paths)
 
@@ -94,7 +94,7 @@ def test_another_targets_corpus_is_refused(place: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"recipe_path": "none.toml"}, ConfigError, "no such recipe"),
+        ({"source": "none.toml"}, ConfigError, "no such recipe"),
         ({"corpus": "target"}, CheckpointError, "not a corpus"),
         ({"target": "nowhere"}, CheckpointError, "no such folder"),
         ({"stop_after": 0}, ConfigError, "stop_after is 0"),

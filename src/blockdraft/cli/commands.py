@@ -14,18 +14,42 @@ from blockdraft.errors import RequestError, UnavailableError, shown
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="TOML file; every number of the run is in it.")],
-    corpus: Annotated[Path, typer.Option(help="Folder that `blockdraft corpus` wrote.")],
-    out: Annotated[Path, typer.Option(help="Folder of the run; an interrupted run in it goes on.")],
-    target: Annotated[str | None, typer.Option(help="Target: folder or hub id. Without it, the built-in one.")] = None,
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a ready recipe, or path of a TOML file.")],
+    changes: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as optim.num_steps=2000.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; an interrupted run in it goes on.")] = None,
+    target: Annotated[str | None, typer.Option(help="Target: folder or hub id. Without it, the recipe's.")] = None,
+    corpus: Annotated[
+        Path | None, typer.Option(help="Text that is there already. Without it, the target writes it into OUT/corpus.")
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print the resolved recipe, its sizes and a probe's time, then stop.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON.")] = False,
     stop_after: Annotated[int | None, typer.Option(help="Pause at this step; the next call goes on.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    no_gates: Annotated[bool, typer.Option("--no-gates", help="Skip the checks before the first step.")] = False,
 ) -> None:
-    """Train a drafter on a corpus; the last step exports it to OUT/draft."""
+    """Train a drafter; the last step exports it to OUT/draft."""
+    if as_json and not plan:
+        raise RequestError("--json is for --plan; a run keeps its numbers in OUT/metrics.jsonl")
+    if out is None and not plan:
+        raise RequestError("give --out FOLDER, where the run goes; --plan only shows what it would be")
+    from blockdraft.train.overrides import resolve_recipe
+
+    resolved = resolve_recipe(recipe, changes or [])
     set_threads(threads)
+    if plan:
+        from blockdraft.train.plan import make_plan
+
+        made = make_plan(resolved, target=target)
+        print(json.dumps(made.to_dict(), indent=1) if as_json else made.to_text(), end="\n" if as_json else "")
+        return
     from blockdraft.train.command import run_training
 
-    done = run_training(recipe, corpus, target, out, stop_after=stop_after, on_progress=note)
+    assert out is not None
+    done = run_training(resolved, corpus, target, out, stop_after=stop_after, has_gates=not no_gates, on_progress=note)
     print(f"step {done.step} of {done.num_steps}" if done.draft is None else f"drafter {done.draft}")
 
 

@@ -29,7 +29,8 @@ from blockdraft.targets import Target, ensure_target, load_target
 from blockdraft.train.corpus import Corpus
 from blockdraft.train.export import export_draft
 from blockdraft.train.loop import METRICS_FILE, FrozenHead, Trainer
-from blockdraft.train.recipe import read_recipe
+from blockdraft.train.overrides import ResolvedRecipe, resolve_recipe
+from blockdraft.train.plan import BUILTIN_TARGET
 
 __all__ = ["TrainingRun", "check_target_wrote", "frozen_head", "run_training"]
 
@@ -51,27 +52,35 @@ class TrainingRun:
 
 
 def run_training(
-    recipe_path: Path,
-    corpus: Path,
+    source: str | Path | ResolvedRecipe,
+    corpus: Path | None,
     target: str | Path | None,
     out: Path,
     *,
     stop_after: int | None = None,
+    has_gates: bool = True,
     commit: str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> TrainingRun:
     """Train into `out`, or go on there; export to `out`/draft when the recipe's last step is done.
 
-    `target` None is the built-in one. `stop_after` ends this call at that step, to be gone on with later; `commit` goes
+    `target` None is the recipe's own. `stop_after` ends this call at that step, to be gone on with later; `commit` goes
     into the run's record. `on_progress` gets one short line now and then.
     """
     say = on_progress or (lambda _line: None)
     if stop_after is not None and stop_after < 1:
         raise ConfigError(f"stop_after is {stop_after}; it is a step, 1 or more")
-    recipe = read_recipe(recipe_path)
+    resolved = source if isinstance(source, ResolvedRecipe) else resolve_recipe(source)
+    recipe = resolved.recipe
+    if corpus is None:
+        raise ConfigError("no corpus is given; write one with blockdraft corpus and name its folder")
     text = Corpus(corpus, max_length=recipe.max_length)
-    folder = ensure_target(progress=lambda line, _done: say(line)) if target is None else locate(target, what="target")
-    config = recipe.draft.config(read_target_facts(folder))
+    name = recipe.target.name if target is None else target
+    is_builtin = name == BUILTIN_TARGET
+    folder = ensure_target(progress=lambda line, _done: say(line)) if is_builtin else locate(name, what="target")
+    facts = read_target_facts(folder)
+    recipe.target.check_facts(facts)
+    config = recipe.draft.config(facts)
     text.facts.check_fits(config)
     say(f"corpus: {len(text)} sequences, {text.num_answer_tokens} tokens written by {text.facts.target}")
     trainer = Trainer(recipe, config, _borrow(folder, config, text), text, out)

@@ -80,7 +80,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> tuple[d
         if not equals:
             raise ConfigError(f"{shown(text)} is not a change; write key=value, such as optim.num_steps=2000")
         hint = _hint_of(key, hints)
-        if key in seen:
+        if any(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in seen):
             raise ConfigError(f"{key} is changed twice; give one value")
         seen.add(key)
         value = _value_of(word.strip(), hint)
