@@ -95,7 +95,9 @@ def test_folder_with_weights_and_target(tmp_path: Path) -> None:
     report = inspect_checkpoint(tmp_path / "draft", bare(tmp_path, TARGET))
     assert report["weights"]["own"] == ["embed_tokens.weight", "lm_head.weight", "mask_embedding"]
     assert report["weights"]["dtypes"] == ["BF16"]
-    assert report["weights"]["num_tensors"] == report["num_tensors"] + 2
+    assert report["weights"]["num_tensors"] == report["num_tensors"] - 1  # the mask embedding has a file of its own
+    assert report["parameters"]["embedding"] == 64 * 32 + 32
+    assert report["parameters"]["head"] == 64 * 32
     assert report["pair"]["fits"]
     assert {rule["verdict"] for rule in report["pair"]["rules"]} == {"pass"}
     assert render_text(report).endswith("pair       fits\n")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from blockdraft.config import DraftConfig, TargetFacts, pairing_rules, token_ids
+from blockdraft.config import DraftConfig, MlaConfig, TargetFacts, pairing_rules, token_ids
 from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats import zlab
 
@@ -33,6 +33,7 @@ def inspect_checkpoint(
     config = zlab.read_config(draft_path, allow_mask_is_eos=allow_mask_is_eos)
     folder = Path(draft_path)
     weights = _weights(config, folder) if folder.is_dir() else None
+    own = weights["own"] if weights is not None else ()
     report: dict[str, Any] = {
         "draft": str(draft_path),
         "family": config.family,
@@ -40,10 +41,10 @@ def inspect_checkpoint(
         "shape": _shape(config),
         "layers": [{"window": layer.window, "is_causal": layer.is_causal} for layer in config.layers],
         "rope": {"theta": config.rope.theta, "rope_type": config.rope.kind, **config.rope.numbers},
-        "parameters": count_parameters(config),
-        "num_tensors": len(zlab.expected_tensors(config)),
+        "parameters": count_parameters(config, own),
+        "num_tensors": len(zlab.expected_tensors(config)) + len(own),
         "weights": weights,
-        "size_bytes": _sizes(config),
+        "size_bytes": _sizes(config, own),
         "cost": step_cost(config),
         "pair": None,
     }
@@ -54,7 +55,6 @@ def inspect_checkpoint(
 
 
 def _shape(config: DraftConfig) -> dict[str, Any]:
-    attention = config.attention
     return {
         "block_size": config.block_size,
         "num_proposals": config.block_size - 1,
@@ -62,14 +62,15 @@ def _shape(config: DraftConfig) -> dict[str, Any]:
         "target_layer_ids": list(config.target_layer_ids),
         "num_target_layers": config.num_target_layers,
         "target_hidden_size": config.target_hidden_size,
+        "tap_stream": config.tap_stream,
+        "has_tap_norms": config.has_tap_norms,
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
-        "num_heads": attention.num_heads,
-        "num_kv_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "has_bias": attention.has_bias,
+        "attention": "mla" if isinstance(config.attention, MlaConfig) else "gqa",
+        **dataclasses.asdict(config.attention),
+        "softmax_scale": config.softmax_scale,
         "max_length": config.max_position_embeddings,
         "max_window": config.max_window,
         "conv_kernel_size": config.conv.kernel_size if config.conv else None,
@@ -82,16 +83,30 @@ def _shape(config: DraftConfig) -> dict[str, Any]:
     }
 
 
-def count_parameters(config: DraftConfig) -> dict[str, int]:
-    """Parameters of the draft by part, and `total`; what it borrows from the target is not counted."""
-    parts = dict.fromkeys(("fuse", "attention", "mlp", "norms", "convolutions", "selector"), 0)
-    for name, shape in zlab.expected_tensors(config).items():
+_OWN_PARTS = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", zlab.MASK_EMBEDDING: "embedding"}
+
+
+def count_parameters(config: DraftConfig, own: Collection[str] = ()) -> dict[str, int]:
+    """Parameters of the draft by part, and `total`; what it borrows from the target is not counted.
+
+    `own` names the optional tensors that its checkpoint carries: an embedding, a head, a mask embedding.
+    """
+    names = ("fuse", "attention", "mlp", "norms", "convolutions", "selector", "embedding", "head")
+    parts = dict.fromkeys(names, 0)
+    for name, shape in _tensors(config, own).items():
         parts[_part(name)] += math.prod(shape)
     return {**parts, "total": sum(parts.values())}
 
 
+def _tensors(config: DraftConfig, own: Collection[str]) -> dict[str, tuple[int, ...]]:
+    optional = zlab.optional_tensors(config)
+    return zlab.expected_tensors(config) | {name: optional[name] for name in own}
+
+
 def _part(name: str) -> str:
-    if name == "fc.weight":
+    if name in _OWN_PARTS:
+        return _OWN_PARTS[name]
+    if name == "fc.weight" or name.startswith("fc_norm."):
         return "fuse"
     if name.startswith("candidate_selector."):
         return "selector"
@@ -102,9 +117,9 @@ def _part(name: str) -> str:
     return "attention" if ".self_attn." in name else "mlp"
 
 
-def _sizes(config: DraftConfig) -> dict[str, int]:
+def _sizes(config: DraftConfig, own: Collection[str]) -> dict[str, int]:
     """Bytes of the weights in bf16, and with matrices in 8 or 4 bits and one bf16 scale per 32 weights."""
-    shapes = zlab.expected_tensors(config).values()
+    shapes = _tensors(config, own).values()
     matrices = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
     others = sum(math.prod(shape) for shape in shapes if len(shape) != 2)
     sizes = {"bf16": _BF16_BYTES * (matrices + others)}
@@ -124,7 +139,6 @@ def step_cost(config: DraftConfig) -> dict[str, Any]:
     block, attention = config.block_size, config.attention
     width, vocab = config.hidden_size, config.vocab_size
     parts = count_parameters(config)
-    per_layer = 2 * attention.num_kv_heads * attention.head_dim
     layer_params = parts["attention"] + parts["mlp"] + parts["norms"] + parts["convolutions"] - 2 * width
     rank = config.selector.rank if config.selector else 0
     top_k = config.selector.top_k if config.selector else 0
@@ -132,16 +146,16 @@ def step_cost(config: DraftConfig) -> dict[str, Any]:
     context = min(REFERENCE_CONTEXT, config.max_position_embeddings)
     visible = sum(min(context, layer.window or context) + block for layer in config.layers)
     flops = {
-        "inject_per_position": 2 * parts["fuse"] + config.num_layers * 2 * width * per_layer,
+        "inject_per_position": 2 * parts["fuse"] + config.num_layers * 2 * width * attention.num_cached,
         "block": 2 * block * layer_params,
-        "attention": 4 * block * visible * attention.num_heads * attention.head_dim,
+        "attention": 2 * block * visible * attention.num_heads * _attention_width(config),
         "head": 2 * proposals * vocab * width,
         "selector": proposals * (2 * width * rank + top_k * top_k * 2 * rank),
     }
     flops["total"] = block * flops["inject_per_position"] + sum(
         flops[name] for name in ("block", "attention", "head", "selector")
     )
-    cache = _BF16_BYTES * per_layer * config.num_layers
+    cache = _BF16_BYTES * attention.num_cached * config.num_layers
     window = config.max_window
     return {
         "cache_bytes_per_token": cache,
@@ -156,9 +170,17 @@ def step_cost(config: DraftConfig) -> dict[str, Any]:
     }
 
 
+def _attention_width(config: DraftConfig) -> int:
+    """Numbers that one query of one head multiplies per position: with the key, then with the value."""
+    attention = config.attention
+    if isinstance(attention, MlaConfig):
+        return attention.num_cached + attention.kv_lora_rank
+    return 2 * attention.head_dim
+
+
 def cache_bytes(config: DraftConfig, length: int) -> int:
     """Bytes of one row's cache in bf16 at `length` committed positions; sliding layers keep a window."""
-    per_layer = _BF16_BYTES * 2 * config.attention.num_kv_heads * config.attention.head_dim
+    per_layer = _BF16_BYTES * config.attention.num_cached
     return sum(per_layer * min(length, layer.window or length) for layer in config.layers)
 
 
@@ -166,7 +188,7 @@ def _weights(config: DraftConfig, folder: Path) -> dict[str, Any] | None:
     """What the weight files hold, checked against the config; None if the folder has only a config."""
     if not any(folder.glob("*.safetensors*")):
         return None
-    header = zlab.read_header(folder)
+    header = zlab.read_header(folder, config)
     zlab.check_header(config, header)
     optional = zlab.optional_tensors(config)
     own = sorted(name for name in header if name in optional)
@@ -232,10 +254,9 @@ def render_text(report: Mapping[str, Any]) -> str:
         f"block      {shape['block_size']} (anchor + {shape['num_proposals']} proposals), "
         f"mask id {shape['mask_token_id']}",
         f"taps       {', '.join(map(str, shape['target_layer_ids']))} "
-        f"of {shape['num_target_layers']} target layers, width {shape['target_hidden_size']}",
-        f"size       hidden {shape['hidden_size']}, MLP {shape['intermediate_size']}, "
-        f"heads {shape['num_heads']}/{shape['num_kv_heads']} x {shape['head_dim']}, "
-        f"vocabulary {shape['vocab_size']}",
+        f"of {shape['num_target_layers']} target layers, width {shape['target_hidden_size']}{_taps_text(shape)}",
+        f"size       hidden {shape['hidden_size']}, MLP {shape['intermediate_size']}, vocabulary {shape['vocab_size']}",
+        f"attention  {_attention_text(shape)}",
         f"rope       {', '.join(f'{name} {_plain(value)}' for name, value in report['rope'].items())}, "
         f"up to {shape['max_length']} positions",
     ]
@@ -249,6 +270,21 @@ def render_text(report: Mapping[str, Any]) -> str:
     if report["pair"] is not None:
         lines += _pair_lines(report)
     return "\n".join(lines) + "\n"
+
+
+def _attention_text(shape: Mapping[str, Any]) -> str:
+    if shape["attention"] == "gqa":
+        return f"grouped queries, {shape['num_heads']}/{shape['num_kv_heads']} heads x {shape['head_dim']}"
+    query = "one query projection" if shape["q_lora_rank"] is None else f"query rank {shape['q_lora_rank']}"
+    return (
+        f"latent (MLA), {shape['num_heads']} heads x {shape['qk_nope_head_dim']} + {shape['qk_rope_head_dim']} rotary, "
+        f"values {shape['v_head_dim']}, {query}, latent {shape['kv_lora_rank']}, scale {shape['softmax_scale']:.6g}"
+    )
+
+
+def _taps_text(shape: Mapping[str, Any]) -> str:
+    norms = ", a norm for each" if shape["has_tap_norms"] else ""
+    return norms + (", of the attention-residual stream" if shape["tap_stream"] != "prefix" else "")
 
 
 def _plain(value: object) -> str:

@@ -27,12 +27,13 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: where it is, what it is called there, what it is."""
+    """One tensor of a file: where it is, what it is called there, what it is. `rows`: only these of it."""
 
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
+    rows: tuple[int, int] | None = None
 
 
 def unique_object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,20 +1,18 @@
 """The config.json of z-lab drafts: one strict resolver, and its inverse.
 
-Owns: how the two places of a field (top level and dflash_config) become one value, and defaults.
-Must not know: tensors, weight files, maths.
+Owns: what the fields mean together, and defaults. Must not know: tensors, weight files, maths.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from blockdraft.config import (
     ConvConfig,
     DraftConfig,
-    GqaConfig,
     LayerConfig,
+    MlaConfig,
     RopeConfig,
     SelectorConfig,
     require_bool,
@@ -23,65 +21,13 @@ from blockdraft.config import (
     token_ids,
 )
 from blockdraft.errors import ConfigError
-from blockdraft.formats._zlab_keys import KNOWN_NESTED, KNOWN_TOP, NEUTRAL, is_on, is_one
+from blockdraft.formats._zlab_attention import attention_from_fields, attention_to_dict
+from blockdraft.formats._zlab_fields import Fields, same
+from blockdraft.formats._zlab_keys import is_on, is_one
 
 CLASS_OF_FAMILY = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
 _MAX_LAYERS = 1000
 STAND_ALONE = "this is a stand-alone model, not a draft: pass it as --target"
-
-
-class _Fields:
-    """The two places of a config, and the one way to ask them for a field."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        nest = raw.get("dflash_config")
-        if nest is not None and not isinstance(nest, Mapping):
-            raise ConfigError(f"dflash_config is {nest!r}: it must be an object")
-        self.top: Mapping[str, Any] = raw
-        self.nest: Mapping[str, Any] = nest or {}
-        self._refuse_unknown("at top level", self.top, KNOWN_TOP)
-        self._refuse_unknown("in dflash_config", self.nest, KNOWN_NESTED)
-        for place in (self.nest, self.top):
-            for name, (is_neutral, allowed) in NEUTRAL.items():
-                if not is_neutral(place.get(name)):
-                    raise ConfigError(f"{name} is {place[name]!r}: supported is {allowed}")
-
-    @staticmethod
-    def _refuse_unknown(where: str, place: Mapping[str, Any], known: frozenset[str]) -> None:
-        for key in place:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=0.0)[0]
-                raise ConfigError(f"unknown key {key!r} {where}: the nearest known name is {near!r}")
-
-    def pick(self, name: str, *aliases: str) -> Any:
-        """The value of a field, None if it is nowhere; every place that gives one must give the same.
-
-        `aliases` are other spellings, which count inside dflash_config only.
-        """
-        found = [(f"dflash_config.{key}", self.nest.get(key)) for key in (name, *aliases)]
-        found = [(where, value) for where, value in [*found, (name, self.top.get(name))] if value is not None]
-        for where, value in found[1:]:
-            if not _same(found[0][1], value):
-                raise ConfigError(
-                    f"{name} is given twice and differs: {found[0][0]} is {found[0][1]!r}, "
-                    f"{where} is {value!r}; make them equal or keep one"
-                )
-        return found[0][1] if found else None
-
-    def require(self, name: str, hint: str) -> Any:
-        value = self.pick(name)
-        if value is None:
-            raise ConfigError(f"{name} is missing: {hint}")
-        return value
-
-    def require_top(self, name: str) -> Any:
-        if self.top.get(name) is None:
-            raise ConfigError(f"{name} is missing: the config must give it at top level")
-        return self.top[name]
-
-
-def _same(left: object, right: object) -> bool:
-    return left == right and isinstance(left, bool) == isinstance(right, bool)
 
 
 def config_from_dict(
@@ -98,7 +44,7 @@ def config_from_dict(
     if not isinstance(raw, Mapping):
         raise ConfigError(f"the config is a {type(raw).__name__}: it must be an object")
     is_v2 = _declared_class(raw) == CLASS_OF_FAMILY["dflash2"]
-    fields = _Fields(raw)
+    fields = Fields(raw)
     if raw.get("model_type") not in (None, "qwen3"):
         raise ConfigError(f"model_type is {raw['model_type']!r}: a z-lab draft has model_type 'qwen3'")
     if raw.get("hidden_act") not in (None, "silu"):
@@ -123,7 +69,7 @@ def config_from_dict(
         vocab_size=vocab_size,
         rms_norm_eps=fields.require_top("rms_norm_eps"),
         max_position_embeddings=fields.require_top("max_position_embeddings"),
-        attention=_attention(fields, hidden_size),
+        attention=attention_from_fields(fields, hidden_size, num_layers),
         layers=_layers(fields, num_layers),
         rope=_rope(raw),
         block_size=fields.require("block_size", "it is the width of the block, anchor included; there is no default"),
@@ -136,6 +82,8 @@ def config_from_dict(
         input_embedding_scale=_or(fields.pick("input_embedding_scale"), 1.0),
         output_multiplier=_or(fields.pick("output_multiplier"), 1.0),
         final_logit_softcapping=_softcap(fields.pick("final_logit_softcapping")),
+        has_tap_norms=_or(fields.pick("fc_norm"), False),
+        tap_stream=_or(fields.pick("aux_hidden_stream"), "prefix"),
     )
     if not allow_mask_is_eos:
         _check_mask_role(raw, config.mask_token_id)
@@ -170,7 +118,7 @@ def _is_draft_class(name: str) -> bool:
     return any(word in name for word in ("DFlash", "DSpark", "DSpine", "Assistant", "Draft", "Eagle"))
 
 
-def _parts(fields: _Fields, is_v2: bool) -> tuple[ConvConfig | None, SelectorConfig | None]:
+def _parts(fields: Fields, is_v2: bool) -> tuple[ConvConfig | None, SelectorConfig | None]:
     names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     found = {name: fields.pick(name) for name in names}
     given = [name for name in names if found[name] is not None]
@@ -195,25 +143,7 @@ def _parts(fields: _Fields, is_v2: bool) -> tuple[ConvConfig | None, SelectorCon
     )
 
 
-def _attention(fields: _Fields, hidden_size: int) -> GqaConfig:
-    num_heads = require_int("num_attention_heads", fields.require_top("num_attention_heads"))
-    head_dim = fields.top.get("head_dim")
-    if head_dim is None:
-        if hidden_size % num_heads:
-            raise ConfigError(
-                f"head_dim is missing and hidden_size {hidden_size} is not a multiple of num_attention_heads "
-                f"{num_heads}: give head_dim"
-            )
-        head_dim = hidden_size // num_heads
-    return GqaConfig(
-        num_heads=num_heads,
-        num_kv_heads=fields.require_top("num_key_value_heads"),
-        head_dim=head_dim,
-        has_bias=_or(fields.top.get("attention_bias"), False),
-    )
-
-
-def _layers(fields: _Fields, num_layers: int) -> tuple[LayerConfig, ...]:
+def _layers(fields: Fields, num_layers: int) -> tuple[LayerConfig, ...]:
     types = fields.top.get("layer_types")
     is_on = fields.pick("use_sliding_window", "use_swa")
     if is_on is not None:
@@ -265,7 +195,7 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
     scaling = _rope_params("rope_scaling", raw.get("rope_scaling"))
     if params and scaling:
         for name in sorted((set(params) & set(scaling)) - {"rope_theta"}):
-            if not _same(params[name], scaling[name]):
+            if not same(params[name], scaling[name]):
                 raise ConfigError(
                     f"rope_parameters and rope_scaling differ in {name}: {params[name]!r} against {scaling[name]!r}"
                 )
@@ -282,7 +212,7 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
     if not found:
         raise ConfigError("rope_theta is missing: give it at top level or in rope_parameters; there is no default")
     for name, value in found[1:]:
-        if not _same(found[0][1], value):
+        if not same(found[0][1], value):
             raise ConfigError(f"rope_theta is given twice and differs: {found[0][1]!r} against {value!r} in {name}")
     merged = {**scaling, **params}
     merged.pop("rope_theta", None)
@@ -318,7 +248,7 @@ def _rope_params(where: str, value: object) -> dict[str, Any]:
     return params
 
 
-def _taps(fields: _Fields, width: Any, fc_shape: tuple[int, ...] | None) -> tuple[int, ...]:
+def _taps(fields: Fields, width: Any, fc_shape: tuple[int, ...] | None) -> tuple[int, ...]:
     taps = fields.pick("target_layer_ids")
     if taps is None:
         expects = ""
@@ -353,7 +283,7 @@ def _check_mask_role(raw: Mapping[str, Any], mask: int) -> None:
 def config_to_dict(config: DraftConfig, *, dtype: str = "bfloat16") -> dict[str, Any]:
     """The published layout of a config. Raises ConfigError for layers that the layout cannot express."""
     window, causal = _common_layer(config)
-    attention, rope = config.attention, config.rope
+    rope = config.rope
     raw: dict[str, Any] = {
         "architectures": [CLASS_OF_FAMILY[config.family]],
         "model_type": "qwen3",
@@ -362,10 +292,7 @@ def config_to_dict(config: DraftConfig, *, dtype: str = "bfloat16") -> dict[str,
         "intermediate_size": config.intermediate_size,
         "hidden_act": "silu",
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "attention_bias": attention.has_bias,
+        **attention_to_dict(config.attention),
         "rms_norm_eps": config.rms_norm_eps,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
@@ -381,6 +308,8 @@ def config_to_dict(config: DraftConfig, *, dtype: str = "bfloat16") -> dict[str,
         "block_size": config.block_size,
         "dflash_config": _nested_dict(config),
     }
+    if config.has_tap_norms or isinstance(config.attention, MlaConfig):
+        raw["fc_norm"] = config.has_tap_norms
     if config.target_hidden_size != config.hidden_size:
         raw["target_hidden_size"] = config.target_hidden_size
     return raw
@@ -403,6 +332,10 @@ def _nested_dict(config: DraftConfig) -> dict[str, Any]:
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
     }
+    if isinstance(config.attention, MlaConfig):
+        nested["attention_mode"] = "mla"
+    if config.tap_stream != "prefix":
+        nested["aux_hidden_stream"] = config.tap_stream
     if config.conv is not None and config.selector is not None:
         nested["conv_kernel_size"] = config.conv.kernel_size
         nested["conv_group_size"] = config.conv.group_size

@@ -30,7 +30,9 @@ _TOP = _words(
 _BOTH = _words(
     "block_size mask_token_id target_layer_ids num_target_layers target_hidden_size conv_kernel_size "
     "conv_group_size selector_rank selector_top_k input_embedding_scale output_multiplier "
-    "final_logit_softcapping is_causal sliding_window use_sliding_window"
+    "final_logit_softcapping is_causal sliding_window use_sliding_window fc_norm aux_hidden_stream attention_mode "
+    "attention_modes q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave "
+    "mla_rope_interleaved rope_is_neox_style is_neox_style"
 )
 _NESTED = _words("causal use_swa swa_window_size")
 
@@ -57,15 +59,6 @@ _OFF: _Neutral = (_is_off, "false or absent")
 _ABSENT: _Neutral = (lambda value: value is None, "absent")
 _ONE: _Neutral = (is_one, "1 or absent")
 NEUTRAL: Mapping[str, _Neutral] = {
-    "attention_mode": (
-        lambda value: value in (None, "gqa"),
-        "'gqa' or absent, MLA and KDA drafts are not supported",
-    ),
-    "attention_modes": (
-        lambda value: value is None or (isinstance(value, list) and set(map(str, value)) <= {"gqa"}),
-        "'gqa' in every layer or absent, MLA and KDA drafts are not supported",
-    ),
-    "fc_norm": (_is_off, "false or absent, a norm per tap is not supported"),
     "sample_from_anchor": (_is_off, "false or absent, DSpark rows are not supported"),
     "attention_sink_bias": _OFF,
     "add_swa_attention_sink_bias": _OFF,
@@ -75,21 +68,13 @@ NEUTRAL: Mapping[str, _Neutral] = {
     "enable_confidence_head": (_is_off, "false or absent, DSpark drafts are not supported"),
     "confidence_head_with_markov": (_is_off, "false or absent, DSpark drafts are not supported"),
     "logit_scale": (is_one, "1 or absent, use output_multiplier"),
-    "rope_is_neox_style": (is_on, "true or absent, interleaved rotary pairs are not supported"),
-    "is_neox_style": (is_on, "true or absent, interleaved rotary pairs are not supported"),
-    "rope_interleave": (_is_off, "false or absent, interleaved rotary pairs are not supported"),
     "partial_rotary_factor": (is_one, "1 or absent, every dimension of a head is rotated"),
-    "mla_use_nope": _OFF,
-    "mla_use_output_gate": _OFF,
-    "mla_use_qk_norm": _OFF,
-    "q_lora_rank": (lambda value: value is None, "absent, MLA drafts are not supported"),
-    "kv_lora_rank": (lambda value: value is None, "absent, MLA drafts are not supported"),
-    "qk_nope_head_dim": (lambda value: value is None, "absent, MLA drafts are not supported"),
-    "qk_rope_head_dim": (lambda value: value is None, "absent, MLA drafts are not supported"),
-    "v_head_dim": (lambda value: value is None, "absent, MLA drafts are not supported"),
-    "aux_hidden_stream": (
-        lambda value: value in (None, "prefix"),
-        "'prefix' or absent, attention-residual streams are not supported",
+    "mla_use_nope": (_is_off, "false or absent, latent attention without positions is not supported"),
+    "mla_use_output_gate": (_is_off, "false or absent, a gate on latent attention is not supported"),
+    "mla_use_qk_norm": (_is_off, "false or absent, norms per head in latent attention are not supported"),
+    "projector_type": (
+        lambda value: value in (None, "dflash", "dflash2"),
+        "'dflash', 'dflash2' or absent, DSpark and Domino drafts are not supported",
     ),
     "mlp_bias": _OFF,
     "quantization_config": (lambda value: value is None, "absent, quantised drafts are not supported"),

@@ -1,7 +1,7 @@
-"""Checkpoints of the z-lab dialect: DFlash and DFlash 2 on grouped-query attention, read and written.
+"""Checkpoints of the z-lab dialect: DFlash and DFlash 2 on grouped-query or latent attention, read and written.
 
-Owns: names and shapes of tensors on disk, strict accounting of them, an atomic write. The config.json is
-resolved in `_zlab_config`, safetensors headers are read in `_safetensors`.
+Owns: the files of a checkpoint, an atomic write. The config.json is resolved in `_zlab_config`, tensors are
+accounted for in `_zlab_tensors`, safetensors headers are read in `_safetensors`.
 Must not know: what any tensor is used for. torch is imported only where weights are loaded or saved.
 """
 
@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,22 @@ from typing import TYPE_CHECKING, Any
 from blockdraft.config import DraftConfig
 from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats._safetensors import WEIGHTS, Entry, list_entries, read_json
-from blockdraft.formats._zlab_config import CLASS_OF_FAMILY, STAND_ALONE, config_from_dict, config_to_dict
+from blockdraft.formats._zlab_config import config_from_dict, config_to_dict
+from blockdraft.formats._zlab_tensors import (
+    MASK_EMBEDDING,
+    canonical_name,
+    check_header,
+    expected_tensors,
+    optional_tensors,
+    some,
+    split_fused,
+)
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "MASK_EMBEDDING",
     "Checkpoint",
     "check_header",
     "config_from_dict",
@@ -39,32 +49,6 @@ __all__ = [
 
 CONFIG = "config.json"
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
-MASK_EMBEDDING = "mask_embedding"
-_FLOATS = ("BF16", "F16", "F32", "F64")
-_CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
-_V2_PARTS = (".attention_conv.", ".mlp_conv.", "candidate_selector.")
-_SHOWN = 4
-
-# What a leftover tensor says about the file: (part of its name, whose it is).
-_FOREIGN = (
-    ("fc_norm", "a norm per tap (fc_norm) belongs to the DSpark and K3 family, which is not supported"),
-    ("markov_head", "a Markov head belongs to DSpark (DSparkDraftModel), which is not supported"),
-    ("confidence_head", "a confidence head belongs to DSpark (DSparkDraftModel), which is not supported"),
-    (
-        "kv_a_proj_with_mqa",
-        "these are MLA tensors: a DFlash 2 MLA draft (attention_mode mla) is not supported",
-    ),
-    ("q_a_proj", "these are MLA tensors: a DFlash 2 MLA draft (attention_mode mla) is not supported"),
-    ("kv_b_proj", "these are MLA tensors: a DFlash 2 MLA draft (attention_mode mla) is not supported"),
-    (
-        "context_proj",
-        "context_proj, context_norm and final_norm are training names: export the checkpoint first",
-    ),
-    ("encoder.fc", "encoder.* names belong to a transformers assistant model, which is not supported"),
-    ("mask_hidden", "a learned mask_hidden is not supported, only a mask embedding"),
-    ("d2t", "d2t and t2d belong to a reduced draft vocabulary, which is not supported"),
-    ("t2d", "d2t and t2d belong to a reduced draft vocabulary, which is not supported"),
-)
 
 
 @dataclass(slots=True)
@@ -122,64 +106,6 @@ def _fc_shape(folder: Path, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
         return None
 
 
-def expected_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of every tensor that the config asks for; optional ones are not among them."""
-    width, mlp, attention = config.hidden_size, config.intermediate_size, config.attention
-    query, keyval = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (width, config.num_taps * config.target_hidden_size),
-        "hidden_norm.weight": (width,),
-        "norm.weight": (width,),
-    }
-    for index in range(config.num_layers):
-        layer = f"layers.{index}."
-        shapes[layer + "input_layernorm.weight"] = (width,)
-        shapes[layer + "post_attention_layernorm.weight"] = (width,)
-        for name, shape in {
-            "q": (query, width),
-            "k": (keyval, width),
-            "v": (keyval, width),
-            "o": (width, query),
-        }.items():
-            shapes[f"{layer}self_attn.{name}_proj.weight"] = shape
-            if attention.has_bias:
-                shapes[f"{layer}self_attn.{name}_proj.bias"] = shape[:1]
-        shapes[layer + "self_attn.q_norm.weight"] = (attention.head_dim,)
-        shapes[layer + "self_attn.k_norm.weight"] = (attention.head_dim,)
-        shapes[layer + "mlp.gate_proj.weight"] = (mlp, width)
-        shapes[layer + "mlp.up_proj.weight"] = (mlp, width)
-        shapes[layer + "mlp.down_proj.weight"] = (width, mlp)
-        if config.conv is not None:
-            groups = width // config.conv.group_size
-            for name in ("attention_conv", "mlp_conv"):
-                shapes[f"{layer}{name}.base_kernel"] = (2, config.conv.kernel_size, width)
-                shapes[f"{layer}{name}.kernel_projection.weight"] = (
-                    2 * config.conv.kernel_size * groups,
-                    width,
-                )
-    if config.selector is not None:
-        for name in _CODEBOOKS:
-            shapes[name] = (config.vocab_size, config.selector.rank)
-        shapes["candidate_selector.hidden_projection.weight"] = (config.selector.rank, width)
-    return shapes
-
-
-def optional_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of the tensors that a draft may carry instead of borrowing the target's."""
-    return {
-        "embed_tokens.weight": (config.vocab_size, config.hidden_size),
-        "lm_head.weight": (config.vocab_size, config.hidden_size),
-        MASK_EMBEDDING: (config.hidden_size,),
-    }
-
-
-def canonical_name(name: str) -> str:
-    """The name without a `model.` prefix, and without `.weight` on a codebook."""
-    name = name.removeprefix("model.")
-    stem = name.removesuffix(".weight")
-    return stem if stem in _CODEBOOKS else name
-
-
 def _has_mask_embedding_file(folder: Path) -> bool:
     return os.path.lexists(folder / MASK_EMBEDDING_FILE)  # a link that leads nowhere is damage, not absence
 
@@ -198,72 +124,15 @@ def _canonical_entries(folder: Path) -> dict[str, Entry]:
     return found
 
 
-def read_header(folder: Path | str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Canonical name -> (safetensors dtype, shape) of a folder's weight files; needs no torch."""
+def read_header(folder: Path | str, config: DraftConfig | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Canonical name -> (safetensors dtype, shape) of a folder's weight files; needs no torch.
+
+    With its `config`, a fused projection counts as the two that it holds.
+    """
     entries = _canonical_entries(Path(folder))
+    if config is not None:
+        entries = split_fused(config, entries)
     return {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-
-
-def check_header(config: DraftConfig, header: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Raise CheckpointError if a tensor is missing, left over, or of a wrong shape or dtype."""
-    expected = expected_tensors(config)
-    allowed = {**expected, **optional_tensors(config)}
-    missing = sorted(set(expected) - set(header))
-    extra = sorted(set(header) - set(allowed))
-    if missing or extra:
-        parts = [f"{len(missing)} missing ({_some(missing)})"] if missing else []
-        parts += [f"{len(extra)} left over ({_some(extra)})"] if extra else []
-        reason = _diagnose(config, header, missing, extra)
-        raise CheckpointError(
-            f"the tensors do not fit the config: {', '.join(parts)}" + (f"; {reason}" if reason else "")
-        )
-    wrong = [
-        f"{name} is {list(shape)}, expected {list(allowed[name])}"
-        for name, (_, shape) in sorted(header.items())
-        if shape != allowed[name]
-    ]
-    if wrong:
-        raise CheckpointError(f"{len(wrong)} tensors of another shape: {_some(wrong)}{_taps_hint(config, header)}")
-    typed = [f"{name} is {dtype}" for name, (dtype, _) in sorted(header.items()) if dtype not in _FLOATS]
-    if typed:
-        raise CheckpointError(
-            f"{len(typed)} tensors of another dtype: {_some(typed)}; supported are {', '.join(_FLOATS)}"
-        )
-
-
-def _some(items: list[str]) -> str:
-    return ", ".join(items[:_SHOWN]) + (", ..." if len(items) > _SHOWN else "")
-
-
-def _diagnose(config: DraftConfig, header: Iterable[str], missing: list[str], extra: list[str]) -> str | None:
-    """What kind of file this rather is, None if nothing is known."""
-    for mark, reason in _FOREIGN:
-        if any(mark in name.split(".") or (mark in name and "." in mark) for name in extra):
-            return reason
-    names = set(header)
-    if "fc.weight" not in names and any(".self_attn." in name for name in names):
-        return STAND_ALONE
-    if config.family == "dflash" and any(part in name for name in extra for part in _V2_PARTS):
-        v2 = CLASS_OF_FAMILY["dflash2"]
-        return f"these are DFlash 2 parts: the class {v2} would fit, with conv_* and selector_* fields"
-    has_v2_part = any(part in name for name in names for part in _V2_PARTS)
-    if config.family == "dflash2" and missing and not has_v2_part:
-        return f"there are no DFlash 2 parts in the file: the class {CLASS_OF_FAMILY['dflash']} would fit"
-    layers = {int(name.split(".")[1]) for name in names if name.startswith("layers.") and name.split(".")[1].isdigit()}
-    if layers and layers != set(range(config.num_layers)):
-        return f"the file has the layers {sorted(layers)}, the config asks for {config.num_layers}"
-    if extra and all(name.endswith(".bias") for name in extra):
-        return "the file has biases: attention_bias true would fit"
-    return None
-
-
-def _taps_hint(config: DraftConfig, header: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    shape = header["fc.weight"][1]
-    wanted = (config.hidden_size, config.num_taps * config.target_hidden_size)
-    if shape == wanted or len(shape) != 2 or shape[1] % config.target_hidden_size:
-        return ""
-    fits = shape[1] // config.target_hidden_size
-    return f"; fc expects {fits} taps, target_layer_ids lists {config.num_taps}"
 
 
 def read(folder: Path | str, *, dtype: torch.dtype | None = None, allow_mask_is_eos: bool = False) -> Checkpoint:
@@ -272,7 +141,7 @@ def read(folder: Path | str, *, dtype: torch.dtype | None = None, allow_mask_is_
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file: give the folder that holds config.json and {WEIGHTS}")
     config = read_config(folder, allow_mask_is_eos=allow_mask_is_eos)
-    entries = _canonical_entries(folder)
+    entries = split_fused(config, _canonical_entries(folder))
     check_header(config, {name: (entry.dtype, entry.shape) for name, entry in entries.items()})
     tensors = _load(entries)
     if _has_mask_embedding_file(folder):
@@ -292,16 +161,23 @@ def _load(entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
             with safetensors.safe_open(file, framework="pt") as stream:
                 for name, entry in entries.items():
                     if entry.file == file:
-                        tensors[name] = stream.get_tensor(entry.name)
+                        tensors[name] = _part(stream, entry)
         except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
     return {name: tensors[name] for name in entries}
 
 
+def _part(stream: Any, entry: Entry) -> torch.Tensor:
+    if entry.rows is None:
+        return stream.get_tensor(entry.name)
+    begin, end = entry.rows
+    return stream.get_slice(entry.name)[begin:end]
+
+
 def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
     bad = sorted(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
     if bad:
-        raise CheckpointError(f"{len(bad)} tensors hold NaN or infinity: {_some(bad)}; the checkpoint is damaged")
+        raise CheckpointError(f"{len(bad)} tensors hold NaN or infinity: {some(bad)}; the checkpoint is damaged")
 
 
 def _read_mask_embedding(file: Path, config: DraftConfig) -> torch.Tensor:
