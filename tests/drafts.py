@@ -9,10 +9,12 @@ import torch
 from hypothesis import strategies as st
 
 from blockdraft.config import (
+    AttentionConfig,
     ConvConfig,
     DraftConfig,
     GqaConfig,
     LayerConfig,
+    MlaConfig,
     RopeConfig,
     SelectorConfig,
 )
@@ -86,6 +88,79 @@ KIMI_V1: dict[str, Any] = {
     "num_target_layers": 61,
     "dflash_config": {"block_size": 8, "mask_token_id": 163838, "target_layer_ids": [1, 12, 24, 35, 47, 58]},
 }
+# lightseekorg/kimi-k3-dflash2, the revision of six layers; its file also carries embed_tokens.weight.
+K3_SIX_LAYERS: dict[str, Any] = {
+    "architectures": ["DFlash2DraftModel"],
+    "model_type": "qwen3",
+    "torch_dtype": "bfloat16",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 163584,
+    "eos_token_id": 163586,
+    "pad_token_id": 163839,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "mla_use_output_gate": False,
+    "vocab_size": 163840,
+    "draft_vocab_size": 163840,
+    "rms_norm_eps": 1e-05,
+    "max_position_embeddings": 1048576,
+    "num_target_layers": 93,
+    "fc_norm": False,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "is_causal": False,
+    "use_sliding_window": True,
+    "sliding_window": 4096,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 32768,
+        "rope_theta": 50000.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "tie_word_embeddings": False,
+    "dflash_config": {
+        "attention_mode": "mla",
+        "block_size": 8,
+        "conv_group_size": 16,
+        "conv_kernel_size": 2,
+        "mask_token_id": 163592,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+        "target_layer_ids": [19, 37, 54, 66, 78, 90],
+    },
+}
+# The same, the revision of five layers.
+K3_FIVE_LAYERS: dict[str, Any] = {
+    **K3_SIX_LAYERS,
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+    "dflash_config": {**K3_SIX_LAYERS["dflash_config"], "target_layer_ids": [19, 37, 66, 78, 90]},
+}
+# RadixArk/Kimi-K3.1-Dflash2-Preview as its card describes it: heads, windows, causal blocks, 32 candidates. The card
+# names neither taps nor mask nor rope: those here are the ones of the drafter above, and no size depends on them.
+K31: dict[str, Any] = {
+    **K3_SIX_LAYERS,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 96,
+    "layer_types": ["sliding_attention"] * 5,
+    "is_causal": True,
+    "sliding_window": 1024,
+    "dflash_config": {**K3_SIX_LAYERS["dflash_config"], "selector_top_k": 32},
+}
 TINY_V2: dict[str, Any] = {
     "architectures": ["DFlash2DraftModel"],
     "model_type": "qwen3",
@@ -115,6 +190,15 @@ TINY_V1: dict[str, Any] = {
     **TINY_V2,
     "architectures": ["DFlashDraftModel"],
     "dflash_config": {"block_size": 4, "mask_token_id": 60, "target_layer_ids": [1, 4]},
+}
+TINY_MLA: dict[str, Any] = {
+    **{key: value for key, value in TINY_V2.items() if key not in ("num_key_value_heads", "head_dim")},
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "dflash_config": {**TINY_V2["dflash_config"], "attention_mode": "mla"},
 }
 
 
@@ -167,11 +251,32 @@ def ropes(draw: st.DrawFn) -> RopeConfig:
 
 
 @st.composite
+def attentions(draw: st.DrawFn) -> AttentionConfig:
+    small = st.integers(1, 3)
+    if draw(st.booleans()):
+        return MlaConfig(
+            num_heads=draw(small),
+            q_lora_rank=draw(st.none() | small),
+            kv_lora_rank=draw(small),
+            qk_nope_head_dim=draw(small),
+            qk_rope_head_dim=2 * draw(small),
+            v_head_dim=draw(small),
+            has_bias=draw(st.booleans()),
+        )
+    kv_heads = draw(small)
+    return GqaConfig(
+        num_heads=kv_heads * draw(small),
+        num_kv_heads=kv_heads,
+        head_dim=2 * draw(small),
+        has_bias=draw(st.booleans()),
+    )
+
+
+@st.composite
 def draft_configs(draw: st.DrawFn) -> DraftConfig:
     """Every config that the z-lab layout can express, at tiny sizes."""
     group = draw(st.sampled_from([1, 2, 4]))
     width = group * draw(st.integers(1, 4))
-    kv_heads = draw(st.integers(1, 3))
     vocab = draw(st.integers(4, 40))
     window = draw(st.none() | st.integers(1, 64))
     slides = [window is not None and draw(st.booleans()) for _ in range(draw(st.integers(1, 3)))]
@@ -186,12 +291,7 @@ def draft_configs(draw: st.DrawFn) -> DraftConfig:
         vocab_size=vocab,
         rms_norm_eps=draw(st.floats(min_value=1e-8, max_value=1e-2)),
         max_position_embeddings=draw(st.integers(block_size, 10**6)),
-        attention=GqaConfig(
-            num_heads=kv_heads * draw(st.integers(1, 3)),
-            num_kv_heads=kv_heads,
-            head_dim=2 * draw(st.integers(1, 3)),
-            has_bias=draw(st.booleans()),
-        ),
+        attention=draw(attentions()),
         layers=tuple(
             LayerConfig(is_causal=slide if causal is None else causal, window=window if slide else None)
             for slide in slides
@@ -207,4 +307,6 @@ def draft_configs(draw: st.DrawFn) -> DraftConfig:
         input_embedding_scale=draw(st.just(1.0) | _POSITIVE),
         output_multiplier=draw(st.just(1.0) | _POSITIVE),
         final_logit_softcapping=draw(st.none() | _POSITIVE),
+        has_tap_norms=draw(st.booleans()),
+        tap_stream=draw(st.sampled_from(["prefix", "attn_res"])),
     )
