@@ -306,7 +306,7 @@ OPTIONS = {
         "--trust-remote-code",
         "--allow-mask-is-eos",
     ],
-    "train": ["--corpus", "--out", "--target", "--stop-after", "--threads"],
+    "train": ["--out", "--target", "--corpus", "--plan", "--json", "--stop-after", "--threads", "--no-gates"],
     "corpus": [
         "--taps",
         "--prompts",
