@@ -14,12 +14,21 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from blockdraft.errors import CheckpointError, PairError, RequestError, UnavailableError
-from blockdraft.packed import PackedLinear
+from blockdraft.packed import PackedLinear, can_pack
 from blockdraft.targets import HFTarget, Row, load_target
+from blockdraft.targets.fused import FusedTarget, can_fuse
 from blockdraft.targets.hf_attention import use_grouped_attention_
 from tiny_targets import ATTENTION_ONLY, ROUNDS_TO_FLOAT32, VOCAB, random_ids, tiny_model
 
 TAPS = (0, 2, 3)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 _models: dict[str, Any] = {}
 
 
@@ -29,8 +38,33 @@ def model_of(family: str) -> Any:
     return _models[family]
 
 
-@pytest.fixture(params=sorted(ATTENTION_ONLY))
+FUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "fused llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "fused llama, tied, llama3 positions": ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "fused mistral": ("mistral", {"sliding_window": None}),
+    "fused qwen2": ("qwen2", {}),
+    "fused qwen3": ("qwen3", {"use_sliding_window": False, "layer_types": ["full_attention"] * 4}),
+}
+
+
+def fused_target(name: str) -> FusedTarget:
+    family, changes = FUSED[name]
+    model = tiny_model(family, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases that do something
+                parameter.add_(torch.rand_like(parameter) * 0.5)
+    assert can_fuse(model)
+    made = FusedTarget(model, HFTarget(model).facts, TAPS, pack=False)
+    made._model = model  # for the comparison with the plain model
+    return made
+
+
+@pytest.fixture(params=[*sorted(ATTENTION_ONLY), *FUSED])
 def target(request: pytest.FixtureRequest) -> Any:
+    if request.param in FUSED:
+        yield fused_target(request.param)
+        return
     made = HFTarget(model_of(request.param), TAPS)
     yield made
     made.close()
@@ -48,8 +82,9 @@ def num_hooks(model: Any) -> int:
     return sum(len(layer._forward_hooks) for layer in model.get_decoder().layers)
 
 
-def same(found: Tensor, expected: Tensor, target: HFTarget | None = None) -> None:
+def same(found: Tensor, expected: Tensor, target: Any = None, *, to_plain: bool = False) -> None:
     rounds = target is not None and target.facts.model_type in ROUNDS_TO_FLOAT32
+    rounds = rounds or (to_plain and isinstance(target, FusedTarget))  # the plain model norms in float32
     torch.testing.assert_close(found, expected, atol=1e-4 if rounds else 1e-10, rtol=0)
 
 
@@ -67,11 +102,11 @@ def test_taps_and_logits_are_those_of_the_plain_model(target: HFTarget) -> None:
         plain = target._model(input_ids=ids[None], use_cache=False, output_hidden_states=True)
     for handle in handles:
         handle.remove()
-    same(logits_TV, plain.logits[0], target)
+    same(logits_TV, plain.logits[0], target, to_plain=True)
     for column, layer in enumerate(TAPS):
-        same(taps_TNE[:, column], outputs[layer][0], target)
+        same(taps_TNE[:, column], outputs[layer][0], target, to_plain=True)
         if layer + 1 < 4:  # transformers puts the normed state in the last place
-            same(taps_TNE[:, column], plain.hidden_states[layer + 1][0], target)
+            same(taps_TNE[:, column], plain.hidden_states[layer + 1][0], target, to_plain=True)
     assert not torch.equal(taps_TNE[:, -1], plain.hidden_states[-1][0])
     assert not logits_TV.is_inference() and not taps_TNE.is_inference()
 
@@ -312,12 +347,40 @@ def test_facts_come_from_what_is_in_memory() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_load_fuses_what_has_a_fused_form(tmp_path: Path, dtype: torch.dtype) -> None:
+    tiny_model("llama", dtype=torch.float32, tie_word_embeddings=True).save_pretrained(tmp_path)
+    fused = load_target(tmp_path, tap_layer_ids=TAPS, dtype=dtype)
+    plain = load_target(tmp_path, tap_layer_ids=TAPS, dtype=dtype, fused=False)
+    assert type(fused) is FusedTarget and type(plain) is HFTarget and fused.facts == plain.facts
+    found, expected = (fresh(target, random_ids(40))[0].float() for target in (fused, plain))
+    assert (found - expected).abs().max() < (1e-4 if dtype == torch.float32 else 0.1) * expected.abs().max()
+    tiny_model("gemma2").save_pretrained(tmp_path / "other")
+    assert type(load_target(tmp_path / "other")) is HFTarget
+    with pytest.raises(UnavailableError, match="no fused form"):
+        load_target(tmp_path / "other", fused=True)
+
+
+def test_a_fused_form_that_computes_something_else_is_refused() -> None:
+    model = tiny_model("llama")
+    facts = HFTarget(model).facts
+    model.model.layers[2].self_attn.scaling *= 2  # the fused form takes the first layer's for all
+    with pytest.raises(PairError, match="off by"):
+        FusedTarget(model, facts, TAPS, pack=False)
+
+
+def test_windows_and_positions_that_change_with_the_length_are_not_fused() -> None:
+    assert not can_fuse(tiny_model("mistral")) and not can_fuse(tiny_model("qwen3"))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+    assert not can_fuse(tiny_model("llama", rope_parameters=dynamic))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_load_packs_on_the_cpu_and_stays_near_the_plain_model(tmp_path: Path, dtype: torch.dtype) -> None:
     tiny_model("llama", dtype=torch.float32, tie_word_embeddings=True).save_pretrained(tmp_path)
-    packed = load_target(tmp_path, tap_layer_ids=TAPS, dtype=dtype)
-    plain = load_target(str(tmp_path), tap_layer_ids=TAPS, dtype=dtype, pack=False)
+    packed = load_target(tmp_path, tap_layer_ids=TAPS, dtype=dtype, fused=False)
+    plain = load_target(str(tmp_path), tap_layer_ids=TAPS, dtype=dtype, pack=False, fused=False)
     head = packed._model.get_output_embeddings()
-    assert isinstance(head, PackedLinear) or not torch.backends.mkldnn.is_available()
+    assert isinstance(head, PackedLinear) == can_pack(torch.nn.Linear(4, 4).to(dtype))
     assert not isinstance(plain._model.get_output_embeddings(), PackedLinear)
     ids = random_ids(20)
     limit = 1e-4 if dtype == torch.float32 else 0.2
