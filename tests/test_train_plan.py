@@ -120,7 +120,7 @@ def test_steps_and_head_are_counted_over_a_loop() -> None:
     blocks = [(step, s, b) for step in range(3) for s in range(2) for b in range(5)]
     labels = [(*block, slot) for block in blocks for slot in range(1, 5)]
     assert found["steps"] == {
-        "num_steps": 3, "sequences": 6, "passes_at_least": 6 / 16, "blocks": len(blocks),
+        "sharding": "none", "num_steps": 3, "sequences": 6, "passes_at_least": 6 / 16, "blocks": len(blocks),
         "labels_at_most": len(labels),
     }  # fmt: skip
     chunk = torch.zeros(4, 4, FACTS.vocab_size)

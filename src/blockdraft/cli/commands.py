@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from blockdraft.cli.generate import read_prompt_file, set_threads
+from blockdraft.cli.generate import set_threads
 from blockdraft.cli.show import FetchProgress, note
 from blockdraft.errors import RequestError, UnavailableError, shown
 
@@ -16,7 +16,7 @@ from blockdraft.errors import RequestError, UnavailableError, shown
 def train(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a ready recipe, or path of a TOML file.")],
     changes: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, such as optim.num_steps=2000.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, such as optim.num_steps=2000.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; an interrupted run in it goes on.")] = None,
     target: Annotated[str | None, typer.Option(help="Target: folder or hub id. Without it, the recipe's.")] = None,
@@ -54,45 +54,27 @@ def train(
 
 
 def corpus(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the corpus goes; goes on where it stopped.")],
-    taps: Annotated[str, typer.Option(help="Target layers the draft will read, such as 1,8,14,20,27.")],
-    prompts: Annotated[
-        Path | None, typer.Option(help='JSONL file, a {"prompt": ...} or {"messages": [...]} per line; - is stdin.')
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a ready recipe, or path of a TOML file.")],
+    changes: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes, such as prompts.self_written=200.")
     ] = None,
-    self_prompts: Annotated[int, typer.Option(help="Let the target make up so many prompts (and answer them).")] = 0,
-    target: Annotated[str | None, typer.Option(help="Target: folder or hub id. Without it, the built-in one.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Length limit of an answer.")] = 256,
-    max_length: Annotated[int, typer.Option(help="Longer prompt-and-answer pairs are skipped and counted.")] = 640,
-    batch_size: Annotated[int, typer.Option(help="Rows written at once.")] = 48,
-    seed: Annotated[int, typer.Option(help="Order of the prompts, and what is sampled.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the corpus goes; it goes on where it stopped.")] = None,
+    target: Annotated[str | None, typer.Option(help="Target: folder or hub id. Without it, the recipe's.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads, where text.num_processes is 1.")] = None,
 ) -> None:
-    """Let a target write the text that a drafter is trained on, and keep the hidden states of its taps."""
-    try:
-        tap_layer_ids = tuple(int(word) for word in taps.split(","))
-    except ValueError:
-        raise RequestError(f"--taps {shown(taps)}: give layer numbers with commas, such as 1,8,14,20,27") from None
-    given = [] if prompts is None else read_prompt_file(prompts)
-    set_threads(threads)
-    from blockdraft.train.writer import run_corpus
+    """Let a target write the text that a drafter is trained on: the first part of `train`, by itself."""
+    if out is None:
+        raise RequestError("give --out FOLDER, where the corpus goes")
+    from blockdraft.train.overrides import resolve_recipe
 
-    manifest = run_corpus(
-        folder,
-        target,
-        tap_layer_ids,
-        prompts=given,
-        num_self_prompts=self_prompts,
-        max_new_tokens=max_new_tokens,
-        max_length=max_length,
-        batch_size=batch_size,
-        seed=seed,
-        dtype=dtype,
-        on_progress=note,
-    )
+    resolved = resolve_recipe(recipe, changes or [])
+    set_threads(threads)
+    from blockdraft.train.prepare import run_corpus
+
+    manifest = run_corpus(resolved.recipe, target, out, on_progress=note)
     print(
-        f"{manifest.success} answers of {manifest.answer_tokens} tokens in {folder}; "
-        f"{manifest.skipped} of {manifest.given} prompts skipped as too long"
+        f"{manifest.success} of {manifest.given} prompts answered with {manifest.written_tokens} tokens in {out}; "
+        f"{manifest.num_skipped} skipped, {manifest.num_errors} refused"
     )
 
 

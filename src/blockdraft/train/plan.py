@@ -137,6 +137,7 @@ def sizes_of(recipe: Recipe, config: DraftConfig) -> dict[str, Any]:
             "bytes_at_most": None if text["tokens_at_most"] is None else per_token * text["tokens_at_most"],
         },
         "steps": {
+            "sharding": optim.sharding,
             "num_steps": optim.num_steps,
             "sequences": sequences,
             "passes_at_least": None if not text["sequences_at_most"] else sequences / text["sequences_at_most"],
@@ -224,11 +225,15 @@ def _size_lines(sizes: Mapping[str, Any]) -> list[str]:
     often = "" if passes is None else f", {passes:.2g} passes over the text or more"
     return [
         *lines,
-        f"steps      {steps['num_steps']:,} of one process: {steps['sequences']:,} sequences{often}, "
-        f"{steps['blocks']:,} blocks, at most {steps['labels_at_most']:,} labels",
+        f"steps      {steps['num_steps']:,}: {steps['sequences']:,} sequences{often}, {steps['blocks']:,} blocks, "
+        f"at most {steps['labels_at_most']:,} labels{_of_each(steps['sharding'])}",
         f"head       {head['blocks_per_chunk']:,} blocks at a time: at most {_bytes(head['logits_bytes_at_most'])} of "
         f"logits, {_bytes(head['gradient_bytes'])} of gradients kept, {_bytes(head['weight_bytes'])} of rows",
     ]
+
+
+def _of_each(sharding: str) -> str:
+    return "" if sharding == "none" else f" by each process of {sharding}"
 
 
 def _probe_lines(probe: Mapping[str, Any]) -> list[str]:
