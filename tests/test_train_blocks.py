@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blockdraft.config import LayerConfig
-from blockdraft.train.blocks import Blocks, block_attention, block_masks, sample_blocks
+from blockdraft.train.blocks import Blocks, block_attention, block_masks, sample_blocks, written_mask
 
 LAYERS = [
     LayerConfig(is_causal=is_causal, window=window) for is_causal in (False, True) for window in (None, 1, 2, 3, 7)
@@ -20,7 +20,7 @@ def a_batch(prompts=(4, 1, 9), lengths=(20, 13, 12)):
     ids_BS = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
     for row, length in enumerate(lengths):
         ids_BS[row, :length] = torch.arange(1, length + 1)
-    return ids_BS, torch.tensor(prompts), torch.tensor(lengths)
+    return ids_BS, written_mask(torch.tensor(prompts), torch.tensor(lengths), max(lengths))
 
 
 def sample(num_blocks=6, block_size=5, seed=0, **batch) -> Blocks:
@@ -69,6 +69,32 @@ def test_a_slot_is_trained_iff_the_target_wrote_its_token() -> None:
     for row, (prompt_len, length) in enumerate(((4, 20), (1, 13), (9, 12))):
         positions = blocks.positions_BKL[row][trained[row]]
         assert set(positions.tolist()) == set(range(prompt_len + 1, length))
+
+
+def test_of_several_turns_only_the_targets_own_are_trained() -> None:
+    """Written: 2-5, 8, 11-12. A block ends where the target's own text does, though more of it follows."""
+    written_S = torch.zeros(14, dtype=torch.bool)
+    written_S[[2, 3, 4, 5, 8, 11, 12]] = True
+    blocks = sample_blocks(
+        torch.arange(1, 15)[None],
+        written_S[None],
+        num_blocks=8,
+        block_size=8,
+        generators=[torch.Generator().manual_seed(0)],
+    )
+    assert blocks.anchors_BK[0].tolist() == [2, 2, 3, 3, 4, 4, 11, 11]
+    for block, anchor in enumerate(blocks.anchors_BK[0].tolist()):
+        last = 5 if anchor < 6 else 12
+        assert blocks.weights_BKL[0, block].tolist() == [float(0 < k <= last - anchor) for k in range(8)]
+
+
+def test_a_sequence_without_an_anchor_is_not_trained_and_stops_nothing() -> None:
+    ids_BS, written_BS = a_batch()
+    written_BS[1] = torch.arange(20) % 2 == 0
+    generators = [torch.Generator().manual_seed(row) for row in range(3)]
+    blocks = sample_blocks(ids_BS, written_BS, num_blocks=4, block_size=5, generators=generators)
+    assert blocks.weights_BKL.sum(dim=(1, 2))[1] == 0
+    assert blocks.weights_BKL.sum(dim=(1, 2))[0] > 0
 
 
 def test_the_generator_alone_decides() -> None:

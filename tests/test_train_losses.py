@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from blockdraft.train.losses import (
-    HeadRows,
     decay_weights,
     dpace_weights,
     prefix_sum,
     selector_loss,
-    weighted_mean,
 )
 
 
@@ -48,11 +46,6 @@ def test_decay_weights() -> None:
     assert decay_weights(4, 3.0).tolist() == pytest.approx([math.exp(-k / 3) for k in range(4)])
 
 
-def test_weighted_mean_of_nothing_is_zero() -> None:
-    assert weighted_mean(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0])) == 2.5
-    assert weighted_mean(torch.tensor([1.0, 3.0]), torch.zeros(2)) == 0
-
-
 def test_prefix_sum_counts_the_leading_run() -> None:
     right = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]]).bool()
     assert float(prefix_sum(right, torch.ones(3, 4))) == 2 + 0 + 4
@@ -79,43 +72,7 @@ def test_a_missed_label_gives_the_selector_no_gradient() -> None:
     unary, edge = randn(1, 2, 3).requires_grad_(), randn(1, 2, 3, seed=1).requires_grad_()
     candidates = torch.tensor([[[1, 2, 3], [1, 2, 3]]])
     nll, hit = selector_loss(unary, edge, candidates, torch.tensor([[2, 9]]))
-    weighted_mean(nll, hit).backward()
+    (nll * hit).sum().backward()
     assert edge.grad[0, 0].abs().sum() > 0
     assert edge.grad[0, 1].abs().sum() == 0
     assert unary.grad[0, 1].abs().sum() == 0
-
-
-# ---- head rows -------------------------------------------------------------------------------------------------------
-def test_rows_hold_what_is_kept_and_a_sample_of_the_rest() -> None:
-    kept = torch.tensor([3, 5, 8])
-    rows = HeadRows.draw(kept, 20, 6, torch.Generator().manual_seed(0))
-    assert rows.ids_V[:3].tolist() == [3, 5, 8]
-    assert len(set(rows.ids_V.tolist())) == 9
-    assert rows.log_weight_V.tolist() == pytest.approx([0, 0, 0] + [math.log(17 / 6)] * 6)
-    for token in range(20):
-        place = int(rows.index_of[token])
-        assert (place == -1) == (token not in rows.ids_V.tolist())
-        assert place == -1 or int(rows.ids_V[place]) == token
-
-
-def test_the_partition_function_is_estimated_without_bias() -> None:
-    logits, kept = randn(1, 1, 40) * 1.5, torch.tensor([0, 7, 9])
-    full = float(logits.exp().sum())
-    generator = torch.Generator().manual_seed(1)
-    estimates = []
-    for _ in range(4000):
-        rows = HeadRows.draw(kept, 40, 8, generator)
-        estimates.append(float((logits[0, 0, rows.ids_V] + rows.log_weight_V).exp().sum()))
-    mean = torch.tensor(estimates, dtype=torch.float64).mean()
-    error = torch.tensor(estimates, dtype=torch.float64).std() / len(estimates) ** 0.5
-    assert abs(float(mean) - full) < 4 * float(error)
-    uncorrected = math.log(37 / 8)
-    assert abs(float(mean) - full) < 0.1 * uncorrected * full  # the correction is far larger than the error
-
-
-def test_a_head_of_all_rows_is_the_full_cross_entropy() -> None:
-    logits, labels = randn(3, 4, 30), torch.randint(30, (3, 4), generator=torch.Generator().manual_seed(2))
-    rows = HeadRows.draw(torch.tensor([2, 4]), 30, 1000, torch.Generator().manual_seed(0))
-    got = rows.cross_entropy(logits[..., rows.ids_V], rows.index_of[labels])
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(3, 4)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)

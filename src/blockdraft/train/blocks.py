@@ -24,7 +24,15 @@ from blockdraft.draft.attention import visible
 from blockdraft.draft.model import Attend, DraftModel
 from blockdraft.draft.norm import wide_dtype
 
-__all__ = ["Blocks", "block_attention", "block_hidden", "block_masks", "sample_blocks", "step_generator"]
+__all__ = [
+    "Blocks",
+    "block_attention",
+    "block_hidden",
+    "block_masks",
+    "sample_blocks",
+    "step_generator",
+    "written_mask",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +41,7 @@ class Blocks:
 
     anchors_BK    position of each anchor
     ids_BKL       the block's true tokens, anchor first (0 where the sequence has ended)
-    weights_BKL   1 where row l predicts a token that the target wrote, else 0; row 0 is always 0
+    weights_BKL   1 where row l predicts a token that the target wrote, and so do all rows before it; row 0 is always 0
     """
 
     anchors_BK: Tensor
@@ -43,38 +51,52 @@ class Blocks:
     @property
     def positions_BKL(self) -> Tensor:
         """Position of every row: the anchor's, and on."""
-        return self.anchors_BK[..., None] + torch.arange(self.ids_BKL.shape[-1])
+        return self.anchors_BK[..., None] + torch.arange(self.ids_BKL.shape[-1], device=self.anchors_BK.device)
+
+
+def written_mask(prompt_len_B: Tensor, len_B: Tensor, num_positions: int) -> Tensor:
+    """written_BS of sequences whose target wrote everything behind the prompt."""
+    positions_S = torch.arange(num_positions, device=len_B.device)
+    return (positions_S >= prompt_len_B[:, None]) & (positions_S < len_B[:, None])
 
 
 def sample_blocks(
     ids_BS: Tensor,
-    prompt_len_B: Tensor,
-    len_B: Tensor,
+    written_BS: Tensor,
     *,
     num_blocks: int,
     block_size: int,
     generators: Sequence[torch.Generator],
 ) -> Blocks:
-    """Blocks at anchors drawn without regard to the block's end; labels past the sequence have weight 0.
+    """Blocks at anchors drawn without regard to the block's end; rows past the target's own text have weight 0.
 
-    An anchor is a token that the target wrote and that is not the sequence's last one: [prompt_len, len - 1).
-    Where a sequence has fewer than `num_blocks` anchors they repeat. Each sequence has its own generator.
+    An anchor is a token that the target wrote and that another one of its own follows. Where a sequence has fewer than
+    `num_blocks` of them they repeat; one that has none gives blocks of weight 0. Each sequence has its own generator,
+    which lies on the CPU.
     """
-    num_rows, num_positions = ids_BS.shape
-    anchors_BK = torch.empty(num_rows, num_blocks, dtype=torch.long)
-    for row in range(num_rows):
-        first, end = int(prompt_len_B[row]), int(len_B[row]) - 1
-        assert first < end, "a sequence needs at least two tokens of the target's"
-        order = torch.randperm(end - first, generator=generators[row])
-        picked = order.repeat(-(-num_blocks // len(order)))[:num_blocks]
-        anchors_BK[row] = picked.sort().values + first
-    positions_BKL = anchors_BK[..., None] + torch.arange(block_size)
-    exists_BKL = positions_BKL < len_B[:, None, None]
-    flat = positions_BKL.clamp_max(num_positions - 1).view(num_rows, -1)
+    num_positions = ids_BS.shape[1]
+    may_start_BS = F.pad(written_BS[:, :-1] & written_BS[:, 1:], (0, 1)).cpu()
+    rows = [
+        _draw(may_start_S.nonzero()[:, 0], num_blocks, generator)
+        for may_start_S, generator in zip(may_start_BS, generators, strict=True)
+    ]
+    anchors_BK = torch.stack(rows).to(ids_BS.device)
+    positions_BKL = anchors_BK[..., None] + torch.arange(block_size, device=ids_BS.device)
+    flat = positions_BKL.clamp_max(num_positions - 1).flatten(1)
+    exists_BKL = positions_BKL < num_positions
     ids_BKL = ids_BS.gather(1, flat).view_as(positions_BKL).where(exists_BKL, 0)
-    weights_BKL = exists_BKL.float()
+    written_BKL = written_BS.gather(1, flat).view_as(positions_BKL) & exists_BKL
+    weights_BKL = written_BKL.float().cumprod(-1)
     weights_BKL[..., 0] = 0
     return Blocks(anchors_BK, ids_BKL, weights_BKL)
+
+
+def _draw(candidates: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """`count` candidates in rising order, each as often as any other or once more; zeros where there are none."""
+    if not len(candidates):
+        return torch.zeros(count, dtype=torch.long)
+    order = torch.randperm(len(candidates), generator=generator)
+    return candidates[order.repeat(-(-count // len(order)))[:count]].sort().values
 
 
 def step_generator(seed: int, step: int, place: int) -> torch.Generator:
@@ -90,7 +112,7 @@ def block_hidden(model: DraftModel, embed_VE: Tensor, taps_BSNE: Tensor, blocks:
     """
     length = blocks.ids_BKL.shape[-1]
     context_BSD = model.fuse(taps_BSNE.to(model.dtype))
-    positions_S = torch.arange(context_BSD.shape[1])
+    positions_S = torch.arange(context_BSD.shape[1], device=context_BSD.device)
     context = [model.context_kv(i, context_BSD, positions_S) for i in range(model.config.num_layers)]
     anchor_ids_X = blocks.ids_BKL[..., 0].flatten()
     noise_XLD = model.noise(anchor_ids_X, length, lambda ids: F.embedding(ids, embed_VE))
@@ -100,8 +122,9 @@ def block_hidden(model: DraftModel, embed_VE: Tensor, taps_BSNE: Tensor, blocks:
 
 def block_masks(layer: LayerConfig, blocks: Blocks, num_context: int) -> tuple[Tensor, Tensor]:
     """(to_context_BKLS, inside_LL): what each row of each block may see, True = visible."""
-    rows_L = torch.arange(blocks.ids_BKL.shape[-1])
-    key_S = torch.arange(num_context)
+    device = blocks.anchors_BK.device
+    rows_L = torch.arange(blocks.ids_BKL.shape[-1], device=device)
+    key_S = torch.arange(num_context, device=device)
     before_anchor = key_S < blocks.anchors_BK[..., None, None]
     return before_anchor & visible(blocks.positions_BKL, key_S, layer), visible(rows_L, rows_L, layer)
 

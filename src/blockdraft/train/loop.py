@@ -9,7 +9,8 @@ Letters: B sequences, S positions, N taps, E target width.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ import torch
 from torch import Tensor
 
 from blockdraft.config import DraftConfig
+from blockdraft.draft import DraftModel
 from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats.zlab import config_to_dict
 from blockdraft.train.blocks import Blocks, sample_blocks, step_generator
-from blockdraft.train.corpus import Corpus
-from blockdraft.train.head import FrozenHead
+from blockdraft.train.corpus import CorpusBatch, CorpusSource
+from blockdraft.train.head import FrozenHead, HeadRows
 from blockdraft.train.initial import initialise_draft
-from blockdraft.train.losses import HeadRows
 from blockdraft.train.objective import Objective
+from blockdraft.train.optim import make_optimiser, noisy_taps, resolve_autocast, resolve_device
 from blockdraft.train.parallel import Parallel
 from blockdraft.train.recipe import Recipe
 from blockdraft.train.state import (
@@ -52,6 +54,7 @@ class Trainer:
     `best` is (step, acceptance length) of the best evaluation so far; its weights lie in best.pt. Every process of a
     run has its Trainer and calls the same methods at the same time; the main one alone writes files.
     `served` is the draft in one piece for `on_evaluate`: the trained model itself, or a copy where that is spread.
+    `autocast` ("bfloat16" or "none") is what the recipe's "auto" came to on the machine where the run began.
     """
 
     def __init__(
@@ -59,34 +62,53 @@ class Trainer:
         recipe: Recipe,
         config: DraftConfig,
         head: FrozenHead,
-        corpus: Corpus,
+        corpus: CorpusSource,
         folder: Path,
         parallel: Parallel | None = None,
+        initial_layers: Sequence[Mapping[str, Tensor]] = (),
     ) -> None:
-        corpus.facts.check_fits(config)
+        corpus.check_fits(config)
         self.recipe, self.config, self.head, self.corpus, self.folder = recipe, config, head, corpus, folder
-        self.parallel = parallel or Parallel.single()
-        self.model = self.served = initialise_draft(config, head, seed=recipe.seed)
-        self.objective = Objective(recipe, self.model, head)
+        optim = recipe.optim
+        self.parallel = parallel or Parallel.single(resolve_device(optim))
+        self.device = self.parallel.device
+        self.autocast = resolve_autocast(optim, self.device)
+        self.model = self.served = self._fresh_draft(initial_layers)
+        self.objective = Objective(recipe, self.model, head, dtype=self._product_dtype)
         self.generator = torch.Generator().manual_seed(recipe.seed)
         self.step = 0
         self.num_blocks_seen = 0
         self.best: tuple[int, float] | None = None
         self._order: list[int] = []
-        optim = recipe.optim
-        skips = config.selector is not None and recipe.loss.selector_start_step > 0
+        is_idle_at_times = recipe.loss.selector_start_step > 0 or recipe.loss.selector_weight == 0
+        skips = config.selector is not None and is_idle_at_times
         self._forward = self.parallel.wrap(self.model, self.loss, optim.sharding, skips=skips)
-        self.optimiser = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=optim.learning_rate,
-            betas=(optim.beta1, optim.beta2),
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
+        self.optimiser = make_optimiser(self.model, optim)
         if (folder / STATE_FILE).is_file():
             self._load(folder / STATE_FILE)
         self.parallel.require_same("step to go on from", self.step)
         self._use_main_shards()
+
+    def _fresh_draft(self, initial_layers: Sequence[Mapping[str, Tensor]]) -> DraftModel:
+        draft = self.recipe.draft
+        is_resumed = (self.folder / STATE_FILE).is_file()
+        if len(initial_layers) != len(draft.initial_layers) and not is_resumed:
+            raise ConfigError(
+                f"draft.initial_layers is {list(draft.initial_layers)}, and the tensors of {len(initial_layers)} "
+                "target layers are given"
+            )
+        model = initialise_draft(
+            self.config,
+            self.head,
+            seed=self.recipe.seed,
+            has_mask_embedding=draft.learned_mask_embedding,
+            layers=() if is_resumed else initial_layers,
+        )
+        return model.to(self.device)
+
+    @property
+    def _product_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.autocast == "bfloat16" else self.model.dtype
 
     # ---- the run -------------------------------------------------------------------------------------------------
     def run(
@@ -151,25 +173,11 @@ class Trainer:
     def train_step(self) -> dict[str, Any]:
         """One optimiser step; returns its metrics. Raises ConfigError before a weight is touched by a NaN."""
         recipe = self.recipe
-        if self.step % ROWS_EVERY_STEPS == 0:
-            if self.parallel.on_main(self.corpus.rescan):
-                if not self.parallel.is_main:
-                    self.corpus.rescan()
-                self._use_main_shards()
-            self._draw_rows()
+        self._renew_rows()
         picked = self._next_sequences(recipe.optim.sequences_per_step * self.parallel.world_size)
-        places = self.parallel.shard(range(len(picked)))
-        batch = self.corpus.batch([picked[place] for place in places])
-        blocks = sample_blocks(
-            batch.ids_BS,
-            batch.prompt_len_B,
-            batch.len_B,
-            num_blocks=recipe.optim.blocks_per_sequence,
-            block_size=recipe.draft.block_size,
-            generators=[step_generator(recipe.seed, self.step, place) for place in places],
-        )
-        with torch.autocast("cpu", torch.bfloat16, enabled=recipe.optim.autocast == "bfloat16"):
-            loss, metrics = self._forward(batch.taps_BSNE, blocks)
+        batch, blocks = self._batch(picked)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast == "bfloat16"):
+            loss, metrics = self._forward(batch.taps_BSNE, blocks, batch.last_BSE)
         self._require_finite("loss", self.parallel.sum_(loss.detach().clone()))
         self.optimiser.zero_grad(set_to_none=True)
         self.parallel.backward(loss)
@@ -181,6 +189,7 @@ class Trainer:
         self.optimiser.step()
         self.step += 1
         self.num_blocks_seen += len(picked) * recipe.optim.blocks_per_sequence
+        chosen = {"autocast": self.autocast} if recipe.optim.autocast == "auto" else {}
         return {
             "step": self.step,
             "blocks": self.num_blocks_seen,
@@ -188,11 +197,40 @@ class Trainer:
             "lr": lr,
             "grad_norm": round(float(norm), 4),
             **metrics,
+            **chosen,
         }
 
-    def loss(self, taps_BSNE: Tensor, blocks: Blocks) -> tuple[Tensor, dict[str, float]]:
+    def _batch(self, picked: Sequence[int]) -> tuple[CorpusBatch, Blocks]:
+        """This process's share of the step's sequences, on its device, and their blocks."""
+        recipe = self.recipe
+        places = self.parallel.shard(range(len(picked)))
+        batch = self.corpus.batch([picked[place] for place in places])
+        batch = CorpusBatch(
+            ids_BS=batch.ids_BS.to(self.device),
+            taps_BSNE=batch.taps_BSNE.to(self.device),
+            written_BS=batch.written_BS.to(self.device),
+            len_B=batch.len_B.to(self.device),
+            last_BSE=None if batch.last_BSE is None else batch.last_BSE.to(self.device),
+        )
+        generators = [step_generator(recipe.seed, self.step, place) for place in places]
+        blocks = sample_blocks(
+            batch.ids_BS,
+            batch.written_BS,
+            num_blocks=recipe.optim.blocks_per_sequence,
+            block_size=recipe.draft.block_size,
+            generators=generators,
+        )
+        if recipe.optim.taps_noise:
+            noisy = noisy_taps(batch.taps_BSNE, batch.len_B, recipe.optim.taps_noise, generators)
+            batch = replace(batch, taps_BSNE=noisy)
+        return batch, blocks
+
+    def loss(
+        self, taps_BSNE: Tensor, blocks: Blocks, last_BSE: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
         """(these blocks' part of the loss at the present step, metrics over all processes). Needs head rows drawn."""
-        return self.objective.total(self.objective.sums(taps_BSNE, blocks), self.step, self.parallel)
+        sums = self.objective.sums(taps_BSNE, blocks, self.step, last_BSE)
+        return self.objective.total(sums, self.step, self.parallel)
 
     def _require_finite(self, name: str, value: Tensor) -> None:
         if not torch.isfinite(value):
@@ -218,9 +256,20 @@ class Trainer:
             picked.append(self._order.pop())
         return picked
 
-    def _draw_rows(self) -> None:
-        num_random = self.recipe.loss.num_random_head_rows
-        self.objective.use_rows(HeadRows.draw(self._corpus_ids, self.config.vocab_size, num_random, self.generator))
+    def _renew_rows(self) -> None:
+        """Look for new shards and draw head rows anew every few steps; in the last phase all rows are used."""
+        is_due = self.step % ROWS_EVERY_STEPS == 0
+        if is_due and self.parallel.on_main(self.corpus.rescan):
+            if not self.parallel.is_main:
+                self.corpus.rescan()
+            self._use_main_shards()
+        rows, loss, vocab_size = self.objective.rows, self.recipe.loss, self.config.vocab_size
+        if loss.full_head_from < 1 and self.step >= round(loss.full_head_from * self.recipe.optim.num_steps):
+            if rows is None or not rows.is_whole:
+                self.objective.use_rows(HeadRows.whole(vocab_size))
+        elif is_due:
+            drawn = HeadRows.draw(self._corpus_ids, vocab_size, loss.num_random_head_rows, self.generator)
+            self.objective.use_rows(drawn)
 
     # ---- on disk -------------------------------------------------------------------------------------------------
     def save(self) -> None:
@@ -235,6 +284,7 @@ class Trainer:
             "order": self._order,
             "rows": None if rows is None else rows.__dict__,
             "shards": self.corpus.shard_names,
+            "autocast": self.autocast,
         }
         self.parallel.on_main(lambda: write_state(self.folder / STATE_FILE, state))
 
@@ -262,6 +312,8 @@ class Trainer:
             self.generator.set_state(state["generator"])
             self.step, self.num_blocks_seen = int(state["step"]), int(state["num_blocks_seen"])
             self._order = list(state["order"])
+            self.autocast = state.get("autocast", self.autocast)
+            self.objective.dtype = self._product_dtype
             if state["rows"] is not None:
                 self.objective.use_rows(HeadRows(**state["rows"]))
         except (RuntimeError, TypeError, ValueError, KeyError) as error:

@@ -1,63 +1,16 @@
-"""Slot weights, losses and the restricted output head of a block drafter, as pure functions.
+"""Slot weights and the selector's loss of a block drafter, as pure functions.
 
 Knows no model and no files.
 
-Letters: X blocks, G proposals per block, V rows of the (restricted) head, M selector candidates.
+Letters: X blocks, G proposals per block, M selector candidates.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "HeadRows",
-    "decay_weights",
-    "dpace_weights",
-    "prefix_sum",
-    "selector_loss",
-    "weighted_mean",
-]
-
-
-@dataclass(frozen=True)
-class HeadRows:
-    """Rows of the output head a step's softmax runs over: all kept ids, and a fresh random sample of the rest.
-
-    ids_V          the rows, kept ones first
-    log_weight_V   corrects for the sampling, so that the partition function is estimated without bias:
-                   log(rest / drawn) on drawn rows, 0 on kept ones
-    index_of       [vocabulary] place of an id in ids_V, -1 where it has none
-    """
-
-    ids_V: Tensor
-    log_weight_V: Tensor
-    index_of: Tensor
-
-    @classmethod
-    def draw(cls, kept: Tensor, vocab_size: int, num_random: int, generator: torch.Generator) -> HeadRows:
-        """Rows `kept` and `num_random` others (all of them where there are fewer), without replacement."""
-        is_rest = torch.ones(vocab_size, dtype=torch.bool)
-        is_rest[kept] = False
-        rest = is_rest.nonzero()[:, 0]
-        drawn = rest[torch.randperm(len(rest), generator=generator)[:num_random]]
-        ids = torch.cat([kept, drawn])
-        log_weight = torch.zeros(len(ids))
-        if len(drawn):
-            log_weight[len(kept) :] = math.log(len(rest) / len(drawn))
-        index_of = torch.full((vocab_size,), -1)
-        index_of[ids] = torch.arange(len(ids))
-        return cls(ids, log_weight, index_of)
-
-    def cross_entropy(self, logits_XGV: Tensor, slots_XG: Tensor) -> Tensor:
-        """nll_XG of the labels at `slots_XG` (a label without a row, -1, gives the number of slot 0: mask it)."""
-        weighted_XGV = logits_XGV + self.log_weight_V
-        nll = F.cross_entropy(weighted_XGV.flatten(0, 1), slots_XG.clamp_min(0).flatten(), reduction="none")
-        return nll.view(slots_XG.shape)
+__all__ = ["decay_weights", "dpace_weights", "prefix_sum", "selector_loss"]
 
 
 def decay_weights(num_proposals: int, gamma: float) -> Tensor:
@@ -74,11 +27,6 @@ def dpace_weights(nll_XG: Tensor, weights_XG: Tensor, smoothing: float) -> Tenso
     q_XG = torch.exp(-nll_XG.detach().float()) * (1 - smoothing) + smoothing
     reach_XG = torch.cumprod(q_XG * weights_XG, dim=-1)
     return reach_XG.flip(-1).cumsum(-1).flip(-1) * weights_XG
-
-
-def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """sum(w v) / sum(w); 0 where every weight is 0."""
-    return (values * weights).sum() / weights.sum().clamp_min(1e-6)
 
 
 def selector_loss(
