@@ -148,9 +148,10 @@ def replay(
             anchors = [forced[row][0][step.anchor] for row, step in zip(rows, served, strict=True)]
             noise_BLD = draft.noise(anchors, width, target.embed)
             hidden_BLD = draft(noise_BLD, [caches[row] for row in rows])
-            for row, step, anchor_id, hidden_LD in zip(rows, served, anchors, hidden_BLD, strict=True):
+            logits_BGV = _head_logits(draft, target, hidden_BLD[:, 1:])
+            for at, (row, step) in enumerate(zip(rows, served, strict=True)):
                 gold = forced[row][0][step.anchor + 1 : step.anchor + width]
-                done[row].append(_judge(draft, target, step, hidden_LD, anchor_id, gold))
+                done[row].append(_judge(draft, step, anchors[at], hidden_BLD[at], logits_BGV[at], gold))
     return done
 
 
@@ -179,15 +180,18 @@ def _teacher_forced(target: Target, ids: Sequence[int], steps: Sequence[ServedSt
         target.free(row)
 
 
+def _head_logits(draft: DraftModel, target: Target, hidden_BGD: Tensor) -> Tensor:
+    """[B, G, V], as the engine has them."""
+    if draft.own_head is not None:
+        return F.linear(hidden_BGD, draft.own_head)
+    return target.logits(hidden_BGD.to(target.dtype))
+
+
 def _judge(
-    draft: DraftModel, target: Target, step: ServedStep, hidden_LD: Tensor, anchor_id: int, gold: Sequence[int]
+    draft: DraftModel, step: ServedStep, anchor_id: int, hidden_LD: Tensor, logits_GV: Tensor, gold: Sequence[int]
 ) -> ReplayedStep:
     """Where the gold ids stand in one block's logits, and which of them the walk takes."""
     mask_id = draft.config.mask_token_id
-    if draft.own_head is not None:
-        logits_GV = F.linear(hidden_LD[1:], draft.own_head)
-    else:
-        logits_GV = target.logits(hidden_LD[1:].to(target.dtype))
     if not bool(logits_GV.isfinite().all()):
         raise CheckpointError(
             f"the draft's logits are not finite at position {step.anchor} of a text, so it cannot be evaluated; "
