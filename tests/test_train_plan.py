@@ -170,7 +170,7 @@ def test_a_probe_takes_real_steps(changes) -> None:
         step_s = (step_s + found["full_head_seconds_per_step"]) / 2
     else:
         assert found["full_head_seconds_per_step"] is None
-    assert 0 < step_s < 1
+    assert 0 < step_s < 60
     assert found["training_seconds"] == pytest.approx(1000 * step_s)
     assert found["blocks_per_second"] == pytest.approx(16 / step_s)
 

@@ -158,7 +158,8 @@ def _probe_recipe(recipe: Recipe, *, whole_head: bool) -> Recipe:
 def _random_head(config: DraftConfig, *, seed: int) -> FrozenHead:
     generator = torch.Generator().manual_seed(seed)
     rows_VE = torch.randn(config.vocab_size, config.target_hidden_size, generator=generator) * 0.02
-    return FrozenHead(rows_VE, torch.ones(config.target_hidden_size), rows_VE)
+    norm_E = torch.ones(config.target_hidden_size)
+    return FrozenHead(rows_VE, norm_E, rows_VE, final_norm_eps=config.rms_norm_eps)
 
 
 class RandomCorpus:
