@@ -11,7 +11,8 @@ import torch
 from blockdraft.errors import CheckpointError, ConfigError, PairError
 from blockdraft.formats import zlab
 from blockdraft.targets import HFTarget, load_target
-from blockdraft.train.command import check_target_wrote, frozen_head, run_training
+from blockdraft.train.borrowed import check_target_wrote, frozen_head
+from blockdraft.train.command import run_training
 from blockdraft.train.corpus import Corpus
 from engine_kit import bigram_model, tiny_model
 from train_kit import TAPS, head_of, make_corpus, make_recipe
@@ -31,7 +32,7 @@ def place(tmp_path_factory) -> Path:
 
 
 def run(place: Path, out: Path, **options):
-    named = {"source": "recipe.toml", "corpus": "corpus", "target": "target", **options}
+    named = {"source": "recipe.toml", "corpus": "corpus", "target": "target", "has_gates": False, **options}
     paths = {k: place / v if isinstance(v, str) and k != "commit" else v for k, v in named.items()}
     return run_training(out=out, **paths)
 
@@ -43,6 +44,7 @@ def test_a_run_in_two_calls_gives_a_drafter_and_its_record(place: Path, tmp_path
     second = run(place, tmp_path, on_progress=lines.append, commit="abc")
     assert (second.step, second.draft) == (25, tmp_path / "draft")
     assert lines[0] == "corpus: 2 sequences, 32 tokens written by tiny"
+    assert (tmp_path / "draft" / "README.md").is_file()
     assert [line.split("  ")[0] for line in lines if line.startswith("step")] == [
         "step 1/25", "step 11/25", "step 20/25", "step 25/25",
     ]  # fmt: skip
@@ -51,11 +53,21 @@ def test_a_run_in_two_calls_gives_a_drafter_and_its_record(place: Path, tmp_path
     record = json.loads((tmp_path / "draft" / "run.json").read_text())
     assert (record["steps"], record["blocks"], record["sequences"]) == (25, 25 * 16, 2)
     assert (record["answer_tokens"], record["target"], record["commit"]) == (32, "tiny", "abc")
-    assert record["seconds"] > 0
+    assert record["seconds"]["training_s"] >= record["seconds"]["steps"] > 0
+    assert (record["exported_step"], record["evaluation"], record["corpus"]) == (25, None, None)
     assert record["versions"]["torch"] == torch.__version__
     assert zlab.read(tmp_path / "draft").config.block_size == 5
     again = run(place, tmp_path)
     assert again.draft == tmp_path / "draft"
+
+
+def test_gates_run_before_the_first_step_and_not_before_a_later_call(place: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    run(place, tmp_path, has_gates=True, stop_after=1, on_progress=lines.append)
+    assert lines[0].startswith("gates: 6 passed in ")
+    lines.clear()
+    run(place, tmp_path, has_gates=True, stop_after=2, on_progress=lines.append)
+    assert not any(line.startswith("gates") for line in lines)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

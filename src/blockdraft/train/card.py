@@ -52,9 +52,12 @@ def render_card(run: Mapping[str, Any], results: Sequence[Mapping[str, Any]], *,
     """The text of the card: what the drafter is, what was measured, how it was made."""
     what = run.get("what") or f"A block drafter for {run.get('target', 'its target')}"
     parts = [_front_matter(run), f"# {name}", f"{what}.".replace("..", "."), _use()]
-    if results:
+    evaluation = run.get("evaluation")
+    if results or evaluation:
         parts.append("## Measured")
         parts += [_result(result) for result in results]
+    if evaluation:
+        parts.append(f"In training, after step {run['exported_step']}:\n\n{_evaluation(evaluation)}")
     parts.append("## The run")
     parts.append(_record(run))
     parts += [f"- {note}" for note in run.get("notes", ())]
@@ -146,7 +149,7 @@ def _percent(share: float | None) -> str:
 # ---- the run ---------------------------------------------------------------------------------------------------------
 def _record(run: Mapping[str, Any]) -> str:
     """Every number and word of run.json, under its dotted name."""
-    left_out = ("what", "notes", "license")
+    left_out = ("what", "notes", "license", "evaluation")
     rows = [
         [f"`{name}`", _plain(value)]
         for name, value in _flat({key: value for key, value in run.items() if key not in left_out})

@@ -1,45 +1,56 @@
-"""One call for a whole run: recipe, corpus and target in; checkpoints, metrics and an exported drafter out.
+"""One call for a whole run: a recipe in; text, checkpoints, metrics, evaluations and an exported drafter out.
 
-Owns the order of checks (cheap ones first, all before the first step), the lines of progress and the run's record.
-What is borrowed of the target is taken here, so that the loop knows no target.
-
-Letters: T positions, N taps, V vocabulary, E target width.
+Owns the order of things: cheap checks, gates, text, training with evaluations, export. Everything goes on where an
+interrupted call stopped.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
 
 import blockdraft
-from blockdraft.config import DraftConfig, TargetFacts
-from blockdraft.errors import ConfigError, PairError
-from blockdraft.formats._safetensors import list_entries
+from blockdraft.config import DraftConfig
+from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats.source import locate
 from blockdraft.inspection import read_target_facts
 from blockdraft.targets import Target, ensure_target, load_target
-from blockdraft.train.corpus import Corpus
+from blockdraft.train.borrowed import borrow, check_target_wrote
+from blockdraft.train.card import write_card
+from blockdraft.train.corpus import Corpus, CorpusSource
+from blockdraft.train.evaluate import Evaluator
 from blockdraft.train.export import export_draft
-from blockdraft.train.loop import METRICS_FILE, FrozenHead, Trainer
+from blockdraft.train.gates import GateResult, check_gates
+from blockdraft.train.initial import read_target_layers
+from blockdraft.train.loop import Trainer
+from blockdraft.train.online import OnlineCorpus
+from blockdraft.train.optim import resolve_device
 from blockdraft.train.overrides import ResolvedRecipe, resolve_recipe
+from blockdraft.train.parallel import Parallel
 from blockdraft.train.plan import BUILTIN_TARGET
+from blockdraft.train.prepare import prepare_corpus
+from blockdraft.train.progress import TrainingProgress
+from blockdraft.train.recipe import Recipe
+from blockdraft.train.report import draw_figure
+from blockdraft.train.state import BEST_FILE, METRICS_FILE, STATE_FILE, append_line
+from blockdraft.train.trackers import open_tracking
+from blockdraft.train.writer import HELD_OUT_FILE, read_manifest
 
-__all__ = ["TrainingRun", "check_target_wrote", "frozen_head", "run_training"]
+__all__ = ["TrainingRun", "run_training"]
 
 DRAFT_FOLDER = "draft"
-LINE_EVERY_STEPS = 20
-MAX_TAP_ERROR = 0.1
-_FINAL_NORMS = ("model.norm.weight", "norm.weight", "model.language_model.norm.weight")
-_ZERO_CENTRED_NORMS = ("gemma", "qwen3_next", "qwen3_5")
-_AVERAGED = ("loss", "prefix", "selector_prefix", "oracle_prefix", "recall", "grad_norm", "step_s")
+CORPUS_FOLDER = "corpus"
+EVALUATIONS_FILE = "evaluations.jsonl"
+TIMES_FILE = "times.json"
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,138 +70,220 @@ def run_training(
     *,
     stop_after: int | None = None,
     has_gates: bool = True,
+    tracker: str | None = None,
     commit: str | None = None,
-    on_progress: Callable[[str], None] | None = None,
+    on_progress: Say | None = None,
 ) -> TrainingRun:
-    """Train into `out`, or go on there; export to `out`/draft when the recipe's last step is done.
+    """Train into `out`, or go on there; export the best evaluated weights to `out`/draft when the last step is done.
 
-    `target` None is the recipe's own. `stop_after` ends this call at that step, to be gone on with later; `commit` goes
-    into the run's record. `on_progress` gets one short line now and then.
+    `corpus` None lets the target write the text into `out`/corpus first. `target` None is the recipe's own.
+    `stop_after` ends this call at that step, to be gone on with later; `commit` goes into the run's record.
+    `on_progress` gets one short line now and then.
     """
-    say = on_progress or (lambda _line: None)
     if stop_after is not None and stop_after < 1:
         raise ConfigError(f"stop_after is {stop_after}; it is a step, 1 or more")
-    resolved = source if isinstance(source, ResolvedRecipe) else resolve_recipe(source)
-    recipe = resolved.recipe
-    if corpus is None:
-        raise ConfigError("no corpus is given; write one with blockdraft corpus and name its folder")
-    text = Corpus(corpus, max_length=recipe.max_length)
-    name = recipe.target.name if target is None else target
-    is_builtin = name == BUILTIN_TARGET
-    folder = ensure_target(progress=lambda line, _done: say(line)) if is_builtin else locate(name, what="target")
-    facts = read_target_facts(folder)
-    recipe.target.check_facts(facts)
-    config = recipe.draft.config(facts)
-    text.facts.check_fits(config)
-    say(f"corpus: {len(text)} sequences, {text.num_answer_tokens} tokens written by {text.facts.target}")
-    trainer = Trainer(recipe, config, _borrow(folder, config, text), text, out)
-    if trainer.step:
-        say(f"going on from step {trainer.step}")
-    progress = _Progress(recipe.optim.num_steps, say)
-    trainer.run(on_step=progress, stop_after=stop_after)
-    draft = None
-    if trainer.step >= recipe.optim.num_steps:
-        draft = out / DRAFT_FOLDER
-        export_draft(trainer, draft, run_record(trainer, commit=commit), overwrite=True)
-        say(f"drafter written to {draft}")
+    recipe = (source if isinstance(source, ResolvedRecipe) else resolve_recipe(source)).recipe
+    if target is not None:
+        recipe = replace(recipe, target=replace(recipe.target, name=str(target)))
+    parallel = Parallel.from_env(resolve_device(recipe.optim).type)
+    with parallel.together():
+        say = on_progress if on_progress is not None and parallel.is_main else _silent
+        run = _Run(recipe, out, parallel, say)
+        if has_gates:
+            run.pass_gates()
+        trainer = run.trainer(run.text(corpus))
+        run.train(trainer, stop_after=stop_after, tracker=tracker)
+        draft = None
+        if trainer.step >= recipe.optim.num_steps:
+            draft = parallel.on_main(lambda: run.export(trainer, commit=commit))
+    parallel.close()
     return TrainingRun(step=trainer.step, num_steps=recipe.optim.num_steps, draft=draft)
 
 
-def run_record(trainer: Trainer, *, commit: str | None) -> dict[str, Any]:
-    """What a run took and was made of, as plain JSON. Seconds are those spent in steps, over all restarts."""
-    lines = (trainer.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    return {
-        "steps": trainer.step,
-        "blocks": trainer.num_blocks_seen,
-        "sequences": len(trainer.corpus),
-        "answer_tokens": trainer.corpus.num_answer_tokens,
-        "target": trainer.corpus.facts.target,
-        "seconds": round(sum(json.loads(line)["step_s"] for line in lines), 1),
-        "threads": torch.get_num_threads(),
-        "device": "cpu",
-        "seed": trainer.recipe.seed,
-        "versions": {
-            "blockdraft": blockdraft.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "commit": commit,
-    }
+class _Run:
+    """The parts of one call, in the order in which they are made."""
 
+    def __init__(self, recipe: Recipe, out: Path, parallel: Parallel, say: Say) -> None:
+        self.recipe, self.out, self.parallel, self.say = recipe, out, parallel, say
+        self.started = time.perf_counter()
+        self.folder = parallel.on_main(self._target_folder)
+        facts = read_target_facts(self.folder)
+        recipe.target.check_facts(facts)
+        self.config: DraftConfig = recipe.draft.config(facts)
+        self.times = self._read_times()
+        self._target: Target | None = None
 
-# ---- what is borrowed of the target ----------------------------------------------------------------------------------
-def _borrow(folder: Path, config: DraftConfig, corpus: Corpus) -> FrozenHead:
-    """The target's rows in float32, after a look at whether it is the target that wrote the corpus."""
-    target = load_target(folder, tap_layer_ids=config.target_layer_ids, dtype=torch.float32)
-    check_target_wrote(target, corpus)
-    return frozen_head(target, final_norm_E=_final_norm(folder, target.facts))
+    def _target_folder(self) -> Path:
+        name = self.recipe.target.name
+        if name == BUILTIN_TARGET:
+            return ensure_target(progress=lambda line, _done: self.say(line))
+        return locate(name, what="target")
 
+    @property
+    def target(self) -> Target:
+        """The target in float32 where it runs on the CPU, as stored elsewhere; loaded when it is first needed."""
+        if self._target is None:
+            device = self.parallel.device
+            layers = self.config.target_layer_ids
+            dtype = torch.float32 if device.type == "cpu" else None
+            self._target = load_target(self.folder, tap_layer_ids=layers, dtype=dtype, device=device)
+        return self._target
 
-def check_target_wrote(target: Target, corpus: Corpus) -> None:
-    """Nothing; a PairError if the corpus's first sequence does not hold this target's taps.
-
-    Numbers of another precision pass: the median relative error of a tap may reach a tenth (bfloat16: a hundredth).
-    """
-    batch = corpus.batch([0])
-    num_fed = int(batch.len_B[0]) - 1
-    row = target.new_row()
-    [scored] = target.forward([batch.ids_BS[0, :num_fed]], [row], num_logits=0)
-    target.free(row)
-    kept_TNE, taps_TNE = batch.taps_BSNE[0, :num_fed], scored.taps_TNE.float()
-    error_TN = (kept_TNE - taps_TNE).norm(dim=-1) / taps_TNE.norm(dim=-1).clamp_min(1e-6)
-    worst, at = error_TN.median(dim=0).values.max(dim=0)
-    if not worst <= MAX_TAP_ERROR:
-        raise PairError(
-            f"the corpus was written by {corpus.facts.target}, and its tap of layer "
-            f"{target.tap_layer_ids[int(at)]} is off by {float(worst):.0%} from this target's; "
-            "name the target that wrote it, or write a new corpus"
-        )
-
-
-def frozen_head(target: Target, *, final_norm_E: Tensor | None) -> FrozenHead:
-    """The target's embedding and output rows; `final_norm_E` None starts the draft's final norm at 1."""
-    facts = target.facts
-    embed_VE = target.embed(torch.arange(facts.vocab_size))
-    unit_EE = torch.eye(facts.hidden_size, dtype=target.dtype, device=target.device)
-    if target.logits(torch.zeros_like(unit_EE[:1])).any():
-        raise PairError(
-            f"the output head of {facts.model_type} adds a bias, which a draft cannot borrow; choose another target"
-        )
-    head_VE = target.logits(unit_EE).T.contiguous()
-    if torch.equal(head_VE, embed_VE):
-        head_VE = embed_VE
-    norm_E = torch.ones(facts.hidden_size) if final_norm_E is None else final_norm_E.float()
-    return FrozenHead(embed_VE.cpu(), norm_E, head_VE.cpu())
-
-
-def _final_norm(folder: Path, facts: TargetFacts) -> Tensor | None:
-    """The weight of the target's final norm as a factor; None where the files have none under a known name."""
-    for entry in list_entries(folder):
-        if entry.name in _FINAL_NORMS and entry.shape == (facts.hidden_size,):
-            with safe_open(str(entry.file), framework="pt") as stream:
-                weight_E: Tensor = stream.get_tensor(entry.name).float()
-            return weight_E + 1 if facts.model_type.startswith(_ZERO_CENTRED_NORMS) else weight_E
-    return None
-
-
-# ---- progress --------------------------------------------------------------------------------------------------------
-class _Progress:
-    """One line for the first step of a call, every 20th and the last: means since the line before."""
-
-    def __init__(self, num_steps: int, say: Callable[[str], None]) -> None:
-        self.num_steps, self.say = num_steps, say
-        self._since: list[dict[str, Any]] = []
-        self._has_spoken = False
-
-    def __call__(self, metrics: dict[str, Any]) -> None:
-        self._since.append(metrics)
-        step = metrics["step"]
-        if self._has_spoken and step % LINE_EVERY_STEPS and step != self.num_steps:
+    # ---- before the first step -----------------------------------------------------------------------------------
+    def pass_gates(self) -> None:
+        """Every gate of the trainer on this draft's shape, before a run's first step."""
+        if (self.out / STATE_FILE).is_file() or not self.parallel.is_main:
             return
-        means = {
-            name: sum(entry[name] for entry in self._since) / len(self._since) for name in _AVERAGED if name in metrics
+        found: list[GateResult] = []
+        check_gates(self.config, recipe=self.recipe, seed=self.recipe.seed, on_gate=found.append)
+        self.say(f"gates: {len(found)} passed in {sum(gate.seconds for gate in found):.1f} s")
+
+    def text(self, corpus: Path | None) -> CorpusSource:
+        """The corpus, written first where it is missing."""
+        recipe, parallel = self.recipe, self.parallel
+        self.corpus_folder = self.out / CORPUS_FOLDER if corpus is None else corpus
+        if corpus is None:
+            started = time.perf_counter()
+            prepare_corpus(
+                recipe, self.folder, self.corpus_folder, self.say, rank=parallel.rank, num_ranks=parallel.world_size
+            )
+            self._add_time("corpus_s", time.perf_counter() - started)
+        text = Corpus(self.corpus_folder, max_length=recipe.max_length)
+        found: CorpusSource = text
+        if recipe.text.features == "online":
+            found = OnlineCorpus(text, self.target, target_layer_ids=self.config.target_layer_ids)
+        found.check_fits(self.config)
+        if parallel.is_main and recipe.text.features == "disk":
+            check_target_wrote(self.target, found)
+        self.say(f"corpus: {len(found)} sequences, {found.num_answer_tokens} tokens written by {found.facts.target}")
+        return found
+
+    def trainer(self, corpus: CorpusSource) -> Trainer:
+        """The trainer, fresh or where the run in the folder stands."""
+        ids = self.recipe.draft.initial_layers
+        layers = read_target_layers(self.folder, ids, model_type=self.target.facts.model_type) if ids else []
+        head = borrow(self.target, self.folder)
+        made = Trainer(self.recipe, self.config, head, corpus, self.out, parallel=self.parallel, initial_layers=layers)
+        if made.step:
+            self.say(f"going on from step {made.step}")
+        return made
+
+    # ---- the run itself ------------------------------------------------------------------------------------------
+    def train(self, trainer: Trainer, *, stop_after: int | None, tracker: str | None) -> None:
+        """Up to the last step, with evaluations, progress, and the tracker if one is named."""
+        evaluation, optim = self.recipe.evaluation, self.recipe.optim
+        is_main = self.parallel.is_main
+        evaluator = self._evaluator() if is_main and evaluation.num_prompts else None
+        tracking = None
+        if tracker is not None and is_main:
+            recipe = self.recipe.to_dict()
+            tracking = open_tracking(
+                tracker, project="blockdraft", run_name=self.out.name, recipe=recipe, folder=self.out, say=self.say
+            )
+
+        def on_evaluate(trainer: Trainer) -> float | None:
+            assert evaluator is not None
+            result = evaluator.run(trainer.served)
+            append_line(self.out / EVALUATIONS_FILE, {"step": trainer.step, **result.to_json()})
+            return result.acceptance_length
+
+        with TrainingProgress(
+            optim.num_steps, say=self.say, start_step=trainer.step, evaluate_every=evaluation.every_steps
+        ) as progress:
+
+            def on_step(metrics: dict[str, Any]) -> None:
+                progress(metrics)
+                if tracking is not None:
+                    tracking(metrics)
+
+            started = time.perf_counter()
+            try:
+                has_prompts = bool(evaluation.num_prompts)
+                trainer.run(
+                    on_step=on_step if is_main else None,
+                    on_evaluate=on_evaluate if has_prompts else None,
+                    stop_after=stop_after,
+                )
+            finally:
+                self._add_time("training_s", time.perf_counter() - started)
+                if tracking is not None:
+                    tracking.close()
+
+    def _evaluator(self) -> Evaluator:
+        path, evaluation = self.corpus_folder / HELD_OUT_FILE, self.recipe.evaluation
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path}: the corpus has no prompts for evaluation; write it with prompts.held_out, "
+                "or set evaluation.num_prompts=0"
+            )
+        prompts = [json.loads(line)["ids"] for line in path.read_text(encoding="utf-8").splitlines()]
+        return Evaluator(
+            self.target,
+            self.config,
+            prompts[: evaluation.num_prompts],
+            width=evaluation.width,
+            max_new_tokens=evaluation.max_new_tokens,
+        )
+
+    # ---- after the last step -------------------------------------------------------------------------------------
+    def export(self, trainer: Trainer, *, commit: str | None) -> Path:
+        """The drafter of the best evaluation (of the last step where none was made), its record, card and figure."""
+        draft = self.out / DRAFT_FOLDER
+        weights = self.out / (STATE_FILE if trainer.best is None else BEST_FILE)
+        export_draft(weights, draft, self._record(trainer, commit=commit), overwrite=True)
+        write_card(draft)
+        draw_figure(self.out, say=self.say)
+        self.say(f"drafter written to {draft}")
+        return draft
+
+    def _record(self, trainer: Trainer, *, commit: str | None) -> dict[str, Any]:
+        """What a run took and was made of, as plain JSON. Seconds are summed over all calls."""
+        lines = [json.loads(x) for x in (self.out / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+        manifest = read_manifest(self.corpus_folder)
+        return {
+            "steps": trainer.step,
+            "exported_step": trainer.step if trainer.best is None else trainer.best[0],
+            "blocks": trainer.num_blocks_seen,
+            "sequences": len(trainer.corpus),
+            "answer_tokens": trainer.corpus.num_answer_tokens,
+            "corpus": None if manifest is None else asdict(manifest),
+            "target": trainer.corpus.facts.target,
+            "evaluation": self._best_evaluation(trainer),
+            "seconds": {"steps": round(sum(x.get("step_s", 0.0) for x in lines), 1), **self.times},
+            "threads": torch.get_num_threads(),
+            "processes": self.parallel.world_size,
+            "device": str(trainer.device),
+            "autocast": trainer.autocast,
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "machine": platform.machine(),
+            "seed": self.recipe.seed,
+            "versions": {
+                "blockdraft": blockdraft.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "commit": commit,
         }
-        left_min = means.pop("step_s") * (self.num_steps - step) / 60
-        numbers = "  ".join(f"{name} {value:.3f}" for name, value in means.items())
-        self.say(f"step {step}/{self.num_steps}  {numbers}  lr {metrics['lr']:.2e}  {left_min:.1f} min left")
-        self._since, self._has_spoken = [], True
+
+    def _best_evaluation(self, trainer: Trainer) -> dict[str, Any] | None:
+        if trainer.best is None:
+            return None
+        lines = (self.out / EVALUATIONS_FILE).read_text(encoding="utf-8").splitlines()
+        found = [entry for entry in map(json.loads, lines) if entry["step"] == trainer.best[0]]
+        return {name: value for name, value in found[-1].items() if name not in ("prompts", "positions", "formulas")}
+
+    # ---- times over all calls ------------------------------------------------------------------------------------
+    def _read_times(self) -> dict[str, float]:
+        path = self.out / TIMES_FILE
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+    def _add_time(self, name: str, seconds: float) -> None:
+        if not self.parallel.is_main:
+            return
+        self.times[name] = round(self.times.get(name, 0.0) + seconds, 1)
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / TIMES_FILE).write_text(json.dumps(self.times) + "\n", encoding="utf-8")
+
+
+def _silent(_line: str) -> None:
+    pass

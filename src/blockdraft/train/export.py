@@ -19,22 +19,23 @@ from blockdraft.config import DraftConfig, TargetFacts
 from blockdraft.draft import DraftModel
 from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats import zlab
-from blockdraft.train.loop import Trainer, read_state
+from blockdraft.train.loop import Trainer
 from blockdraft.train.recipe import read_recipe, recipe_from_dict
+from blockdraft.train.state import BEST_FILE, read_best, read_state
 
 __all__ = ["RECIPE_FILE", "RUN_FILE", "export_draft", "model_from_state"]
 
 RECIPE_FILE = "recipe.toml"
 RUN_FILE = "run.json"
-_OWN_FILES = ("config.json", "model.safetensors", "mask_embedding.pt", RECIPE_FILE, RUN_FILE)
+_OWN_FILES = ("config.json", "model.safetensors", "mask_embedding.pt", RECIPE_FILE, RUN_FILE, "README.md")
 
 
 def model_from_state(path: Path, *, target: TargetFacts | None = None) -> tuple[DraftModel, dict[str, Any], int]:
-    """(model, recipe as nested dictionaries, number of steps done) of a saved training state, in float32.
+    """(model, recipe as nested dictionaries, number of steps done) of a saved run or a best evaluation, in float32.
 
     `target` is needed only for a state that does not hold the draft's configuration itself.
     """
-    state = read_state(path)
+    state = read_best(path) if path.name == BEST_FILE else read_state(path)
     if "config" in state:
         config = zlab.config_from_dict(state["config"])
     elif target is not None:

@@ -118,11 +118,15 @@ def _may_differ(key: str) -> bool:
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 def append_metrics(folder: Path, metrics: Mapping[str, Any]) -> None:
     """One more line of metrics."""
-    path = folder / METRICS_FILE
+    append_line(folder / METRICS_FILE, metrics)
+
+
+def append_line(path: Path, entry: Mapping[str, Any]) -> None:
+    """One more line of a JSONL file of the run."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as sink:
-            sink.write(json.dumps(dict(metrics)) + "\n")
+            sink.write(json.dumps(dict(entry)) + "\n")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error}); free some space, then run again") from None
 
