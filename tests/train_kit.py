@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft.config import RopeConfig
 from blockdraft.targets import HFTarget
+from blockdraft.train import corpus
 from blockdraft.train.blocks import Blocks
-from blockdraft.train.corpus import Corpus, CorpusFacts
+from blockdraft.train.corpus import Corpus, CorpusFacts, TextSequence, seal_shard
 from blockdraft.train.loop import FrozenHead, Trainer
 from blockdraft.train.recipe import (
     DraftRecipe,
@@ -160,25 +160,27 @@ def written_text(target: HFTarget, prompt: Sequence[int], num_new: int) -> tuple
 
 
 def write_shard(path: Path, texts: Sequence[tuple[Sequence[int], Tensor, int]]) -> None:
-    """One shard of (ids, taps, prompt length)."""
-    save_file(
-        {
-            "ids": torch.cat([torch.tensor(ids) for ids, _, _ in texts]).int(),
-            "taps": torch.cat([taps for _, taps, _ in texts]).to(torch.bfloat16),
-            "prompt_len": torch.tensor([num_prompt for _, _, num_prompt in texts]),
-            "len": torch.tensor([len(ids) for ids, _, _ in texts]),
-        },
-        path,
-    )
+    """One finished shard of (ids, taps, prompt length) in a folder that has a corpus.json."""
+    sequences = [
+        TextSequence(list(ids), [at >= num_prompt for at in range(len(ids))], taps, number)
+        for number, (ids, taps, num_prompt) in enumerate(texts)
+    ]
+    seal_shard(path, corpus.write_shard(path, sequences, facts=CorpusFacts.read(path.parent)))
 
 
-def facts_of(target: HFTarget) -> CorpusFacts:
-    return CorpusFacts(
+def facts_of(target: HFTarget, **changes) -> CorpusFacts:
+    facts = CorpusFacts(
         target="tiny",
+        weights_sha256="",
+        tokenizer_sha256="",
+        chat_template_sha256="",
         target_layer_ids=target.tap_layer_ids,
+        last_layer_id=None,
+        features_dtype="bfloat16",
         target_hidden_size=target.facts.hidden_size,
         vocab_size=target.facts.vocab_size,
     )
+    return replace(facts, **changes)
 
 
 def make_corpus(

@@ -6,6 +6,7 @@ Owns how a tokenizer is loaded and asked. Knows nothing about streams, stop stri
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,17 @@ class Tokenizer:
             return int(self._backend.get_vocab_size())
         assert self._auto is not None
         return len(self._auto)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of everything that decides which ids a text gets; the chat template is not part of it."""
+        if self._backend is not None:
+            content = self._backend.to_str()
+        else:
+            assert self._auto is not None
+            content = json.dumps(self._auto.get_vocab(), sort_keys=True)
+        special = json.dumps(self.special_tokens, sort_keys=True, default=str)
+        return hashlib.sha256(f"{content}\n{special}".encode()).hexdigest()
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a text, exactly as the target's own tokenizer gives them."""
