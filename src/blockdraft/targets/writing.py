@@ -20,6 +20,8 @@ from .contract import Row, Target
 
 __all__ = ["Written", "write"]
 
+_LIKELY = 256
+
 GeneratorOf = Callable[[int], torch.Generator]
 
 
@@ -133,6 +135,11 @@ def _finished(one: _Writing) -> Written:
 
 
 def _sampled(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator | None) -> int:
-    probs_V, order_V = torch.softmax(logits_V.float().cpu() / temperature, -1).sort(descending=True)
-    probs_V = probs_V * (probs_V.cumsum(-1) - probs_V < top_p)
-    return int(order_V[torch.multinomial(probs_V, 1, generator=generator)])
+    """A draw from the smallest set of likeliest ids that holds `top_p` of the mass."""
+    probs_V = torch.softmax(logits_V.float().cpu() / temperature, -1)
+    # Sorting the whole vocabulary for every token costs as much as a layer; the few likeliest nearly always suffice.
+    likely, ids = probs_V.topk(min(_LIKELY, len(probs_V)))
+    if float(likely.sum()) < top_p:
+        likely, ids = probs_V.sort(descending=True)
+    likely = likely * (likely.cumsum(-1) - likely < top_p)
+    return int(ids[torch.multinomial(likely, 1, generator=generator)])
