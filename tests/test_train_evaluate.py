@@ -15,6 +15,7 @@ from blockdraft.stats import pooled_acceptance_length
 from blockdraft.targets import HFTarget
 from blockdraft.train.blocks import block_hidden
 from blockdraft.train.evaluate import FORMULAS, EvalResult, Evaluator
+from blockdraft.train.loop import STATE_FILE, read_state
 from blockdraft.train.replay import ReplayedStep, ServedStep, position_counts, totals
 from engine_kit import draft_config, plain_ids, random_draft, tiny_model
 from train_kit import TAPS, blocks_at, head_of, make_corpus, make_recipe, make_trainer
@@ -247,27 +248,46 @@ def test_texts_without_a_step_have_no_numbers(model, trained) -> None:
 # ---- the trainer is left alone ---------------------------------------------------------------------------------------
 def test_a_run_is_the_same_bit_for_bit_with_and_without_evaluations(tmp_path) -> None:
     model = tiny_model(dtype=torch.float32)
-    recipe, lengths, runs = make_recipe(optim={"num_steps": 12}), [], []
+    recipe = make_recipe(
+        optim={"num_steps": 12},
+        prompts={"files": ("prompts.jsonl",), "held_out": 2},
+        evaluation={"every_steps": 4, "num_prompts": 2, "max_new_tokens": 8, "width": 4},
+    )
+    corpus = make_corpus(tmp_path / "corpus", model, PROMPTS, 20)
+    lengths, runs = [], []
     for name in ("quiet", "judged"):
-        corpus = make_corpus(tmp_path / name, model, PROMPTS, 20)
-        trainer = make_trainer(recipe, model, corpus, tmp_path / name / "run")
         torch.manual_seed(5)
+        trainer = make_trainer(recipe, model, corpus, tmp_path / name)
         target = HFTarget(model, TAPS)
         evaluator = Evaluator(target, trainer.config, PROMPTS[:2], width=4, max_new_tokens=8)
-        while trainer.step < 12:
-            trainer.train_step()
-            if name == "judged" and trainer.step % 3 == 0:
-                modes = [(p.requires_grad, p.dtype) for p in trainer.model.parameters()], trainer.model.training
-                lengths.append(evaluator.run(trainer.model).acceptance_length)
-                assert modes == (
-                    [(p.requires_grad, p.dtype) for p in trainer.model.parameters()],
-                    trainer.model.training,
-                )
+
+        def judge(judged, evaluator=evaluator) -> float:
+            before = [(p.requires_grad, p.dtype, p.grad is None) for p in judged.model.parameters()]
+            lengths.append(evaluator.run(judged.served).acceptance_length)
+            assert [(p.requires_grad, p.dtype, p.grad is None) for p in judged.model.parameters()] == before
+            return lengths[-1]
+
+        trainer.run(on_evaluate=judge if name == "judged" else None)
         target.close()
-        runs.append(([p.detach().clone() for p in trainer.model.parameters()], torch.random.get_rng_state()))
-    assert all(length >= 1 for length in lengths) and len(lengths) == 4
-    assert all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))
-    assert torch.equal(runs[0][1], runs[1][1])
+        runs.append((read_state(trainer.folder / STATE_FILE), torch.random.get_rng_state()))
+    assert len(lengths) == 3 and min(lengths) >= 1
+    (quiet, quiet_random), (judged, judged_random) = runs
+    assert torch.equal(quiet_random, judged_random)
+    assert torch.equal(quiet["generator"], judged["generator"])
+    assert quiet["order"] == judged["order"]
+    for part in ("model", "optimiser"):
+        assert_same(quiet[part], judged[part])
+
+
+def assert_same(one, other) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    else:
+        assert one == other
 
 
 def test_weights_in_float32_are_served_in_the_targets_precision(model, trained) -> None:
