@@ -118,8 +118,9 @@ class ToyTarget:
 
     def head(self, dtype: torch.dtype) -> FrozenHead:
         """What a draft borrows."""
-        rows = (self.embed_VE, self.final_norm_E, self.head_VE)
-        return FrozenHead(*(tensor.to(dtype) for tensor in rows), final_norm_eps=_EPS)
+        return FrozenHead(
+            self.embed_VE.to(dtype), self.final_norm_E.to(dtype), self.head_VE.to(dtype), final_norm_eps=_EPS
+        )
 
     def write(self, prompt: Sequence[int], num_new: int) -> list[int]:
         """The prompt and its greedy continuation."""
