@@ -1,24 +1,17 @@
 """Checkpoints of the z-lab dialect: DFlash and DFlash 2 on grouped-query or latent attention, read and written.
 
-Owns: the files of a checkpoint, an atomic write. The config.json is resolved in `_zlab_config`, tensors are
-accounted for in `_zlab_tensors`, safetensors headers are read in `_safetensors`.
-Must not know: what any tensor is used for. torch is imported only where weights are loaded or saved.
+Owns: that this dialect is the one that is meant when a config shows no sign of another. Its config.json is
+resolved in `_zlab_config`, tensors are accounted for in `_zlab_tensors`, files are `_layout`'s.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockdraft.config import DraftConfig
-from blockdraft.errors import CheckpointError, ConfigError
-from blockdraft.formats._safetensors import WEIGHTS, Entry, list_entries, read_json
+from blockdraft.config import DraftConfig, TargetFacts
+from blockdraft.formats._layout import MASK_EMBEDDING_FILE, Checkpoint, Layout, read_raw_config
 from blockdraft.formats._zlab_config import config_from_dict, config_to_dict
 from blockdraft.formats._zlab_tensors import (
     MASK_EMBEDDING,
@@ -26,15 +19,15 @@ from blockdraft.formats._zlab_tensors import (
     check_header,
     expected_tensors,
     optional_tensors,
-    some,
-    split_fused,
 )
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "LAYOUT",
     "MASK_EMBEDDING",
+    "MASK_EMBEDDING_FILE",
     "Checkpoint",
     "check_header",
     "config_from_dict",
@@ -44,84 +37,40 @@ __all__ = [
     "read",
     "read_config",
     "read_header",
+    "read_raw_config",
     "write",
 ]
 
-CONFIG = "config.json"
-MASK_EMBEDDING_FILE = "mask_embedding.pt"
+
+def _detect(raw: Mapping[str, Any], names: Collection[str]) -> bool:
+    return "dflash_config" in raw
 
 
-@dataclass(slots=True)
-class Checkpoint:
-    """A draft as it stands on disk: its config and its tensors under canonical names.
+def _config(
+    raw: Mapping[str, Any],
+    *,
+    allow_mask_is_eos: bool = False,
+    fc_shape: tuple[int, ...] | None = None,
+    target: TargetFacts | None = None,
+) -> DraftConfig:
+    return config_from_dict(raw, allow_mask_is_eos=allow_mask_is_eos, fc_shape=fc_shape)
 
-    Canonical: no `model.` prefix, codebooks without `.weight`. Optional tensors: embed_tokens.weight [V, D],
-    lm_head.weight [V, D], mask_embedding [D].
-    """
 
-    config: DraftConfig
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+LAYOUT = Layout(
+    name="z-lab",
+    label="the z-lab layout",
+    detect=_detect,
+    config_from_dict=_config,
+    config_to_dict=config_to_dict,
+    canonical_name=canonical_name,
+    stored_name=lambda name: name,
+    own=frozenset({"embed_tokens.weight", "lm_head.weight", MASK_EMBEDDING}),
+)
 
 
 def read_config(source: Path | str, *, allow_mask_is_eos: bool = False) -> DraftConfig:
     """The config of a checkpoint folder or of a bare config.json."""
-    raw, folder = read_raw_config(source)
-    fc_shape = None
-    if folder is not None and isinstance(raw, Mapping):
-        fc_shape = _fc_shape(folder, raw)
-    return config_from_dict(raw, allow_mask_is_eos=allow_mask_is_eos, fc_shape=fc_shape)
-
-
-def read_raw_config(source: Path | str) -> tuple[Any, Path | None]:
-    """The JSON value of a config.json and its folder; the folder is None if the file itself was given."""
-    path = Path(source)
-    if path.is_dir():
-        file, folder = path / CONFIG, path
-        if not file.is_file():
-            state = "is empty" if not any(path.iterdir()) else "has no config.json"
-            raise CheckpointError(f"{path} {state}: a checkpoint is a folder with config.json and {WEIGHTS}")
-    elif path.is_file():
-        file, folder = path, None
-        if path.suffix != ".json":
-            raise CheckpointError(f"{path} is not a config.json: give the folder of the checkpoint or its config.json")
-    else:
-        text = str(source)
-        is_id = text.count("/") == 1 and not text.startswith((".", "/", "~"))
-        hint = "a hub id is not fetched here, download it first" if is_id else "give a folder or a config.json"
-        raise CheckpointError(f"{text} does not exist: {hint}")
-    try:
-        return read_json(file), folder
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is not a JSON file: {error}") from error
-
-
-def _fc_shape(folder: Path, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of fc.weight, looked up only where the message about missing taps needs it."""
-    nest = raw.get("dflash_config")
-    if "target_layer_ids" in raw or (isinstance(nest, Mapping) and "target_layer_ids" in nest):
-        return None
-    try:
-        return read_header(folder).get("fc.weight", (None, None))[1]
-    except CheckpointError:
-        return None
-
-
-def _has_mask_embedding_file(folder: Path) -> bool:
-    return os.path.lexists(folder / MASK_EMBEDDING_FILE)  # a link that leads nowhere is damage, not absence
-
-
-def _canonical_entries(folder: Path) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
-    for entry in list_entries(folder):
-        name = canonical_name(entry.name)
-        if name in found:
-            raise CheckpointError(f"{found[name].name} and {entry.name} are the same tensor: remove one of them")
-        if name == MASK_EMBEDDING and _has_mask_embedding_file(folder):
-            raise CheckpointError(
-                f"{entry.name} stands in the weights and in {MASK_EMBEDDING_FILE}: remove one of them"
-            )
-        found[name] = entry
-    return found
+    return LAYOUT.read_config(source, allow_mask_is_eos=allow_mask_is_eos)
 
 
 def read_header(folder: Path | str, config: DraftConfig | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -129,160 +78,19 @@ def read_header(folder: Path | str, config: DraftConfig | None = None) -> dict[s
 
     With its `config`, a fused projection counts as the two that it holds.
     """
-    entries = _canonical_entries(Path(folder))
-    if config is not None:
-        entries = split_fused(config, entries)
-    return {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    return LAYOUT.read_header(folder, config)
 
 
 def read(folder: Path | str, *, dtype: torch.dtype | None = None, allow_mask_is_eos: bool = False) -> Checkpoint:
     """The checkpoint of a folder, every tensor accounted for and finite. `dtype` None: as stored."""
-    folder = Path(folder)
-    if folder.is_file():
-        raise CheckpointError(f"{folder} is a file: give the folder that holds config.json and {WEIGHTS}")
-    config = read_config(folder, allow_mask_is_eos=allow_mask_is_eos)
-    entries = split_fused(config, _canonical_entries(folder))
-    check_header(config, {name: (entry.dtype, entry.shape) for name, entry in entries.items()})
-    tensors = _load(entries)
-    if _has_mask_embedding_file(folder):
-        tensors[MASK_EMBEDDING] = _read_mask_embedding(folder / MASK_EMBEDDING_FILE, config)
-    _check_finite(tensors)
-    if dtype is not None:
-        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    return Checkpoint(config=config, tensors=tensors)
-
-
-def _load(entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
-    import safetensors
-
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted({entry.file for entry in entries.values()}):
-        try:
-            with safetensors.safe_open(file, framework="pt") as stream:
-                for name, entry in entries.items():
-                    if entry.file == file:
-                        tensors[name] = _part(stream, entry)
-        except (safetensors.SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
-    return {name: tensors[name] for name in entries}
-
-
-def _part(stream: Any, entry: Entry) -> torch.Tensor:
-    if entry.rows is None:
-        return stream.get_tensor(entry.name)
-    begin, end = entry.rows
-    return stream.get_slice(entry.name)[begin:end]
-
-
-def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    bad = sorted(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
-    if bad:
-        raise CheckpointError(f"{len(bad)} tensors hold NaN or infinity: {some(bad)}; the checkpoint is damaged")
-
-
-def _read_mask_embedding(file: Path, config: DraftConfig) -> torch.Tensor:
-    """The vector [D] of a mask_embedding.pt: a bare tensor, or {embedding, mask_token_id}; ids must agree."""
-    import torch
-
-    try:
-        value = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds here, and all of them mean an unusable file
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{file} cannot be read as plain tensors: {first}") from error
-    if isinstance(value, dict):
-        unknown = sorted(str(key) for key in value if key not in ("embedding", "mask_token_id"))
-        if unknown or "embedding" not in value:
-            found = ", ".join(str(key) for key in value)
-            raise CheckpointError(f"{file} holds the keys {found}: expected are embedding and mask_token_id")
-        given = value.get("mask_token_id", config.mask_token_id)
-        if isinstance(given, torch.Tensor) and given.numel() == 1:
-            given = given.item()
-        if given != config.mask_token_id:
-            raise CheckpointError(
-                f"mask_token_id is {given} in {file.name} and {config.mask_token_id} in config.json: make them equal"
-            )
-        value = value["embedding"]
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        raise CheckpointError(f"{file} does not hold a floating-point tensor")
-    if value.shape == (1, config.hidden_size):
-        value = value[0]
-    if value.shape != (config.hidden_size,):
-        raise CheckpointError(f"mask_embedding is {list(value.shape)} in {file}, expected {[config.hidden_size]}")
-    return value
+    return LAYOUT.read(folder, dtype=dtype, allow_mask_is_eos=allow_mask_is_eos)
 
 
 def write(
     folder: Path | str, checkpoint: Checkpoint, *, dtype: str | None = "bfloat16", overwrite: bool = False
 ) -> None:
-    """Write the published layout: all of it or nothing, by a temporary folder that is renamed at the end.
+    """Write the published layout: all of it or nothing. `dtype` None keeps each tensor's own.
 
-    `dtype` names the stored type (bfloat16, float16, float32, float64); None keeps each tensor's own.
     `overwrite` replaces a folder that holds nothing but an earlier checkpoint.
     """
-    folder = Path(folder)
-    tensors, stored = _prepared(checkpoint, dtype)
-    raw = config_to_dict(checkpoint.config, dtype=stored)
-    _check_destination(folder, overwrite)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        fresh, old = temporary / "new", temporary / "old"
-        fresh.mkdir()
-        _write_files(fresh, checkpoint.config, tensors, raw)
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(fresh, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _prepared(checkpoint: Checkpoint, dtype: str | None) -> tuple[dict[str, torch.Tensor], str]:
-    import torch
-
-    names = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
-    if dtype is not None and dtype not in names:
-        raise CheckpointError(f"dtype is {dtype!r}: a checkpoint is stored in {', '.join(names)}")
-    kind: torch.dtype | None = getattr(torch, dtype) if dtype is not None else None
-    tensors = {
-        name: tensor.detach().to("cpu", kind if kind is not None else tensor.dtype).contiguous()
-        for name, tensor in checkpoint.tensors.items()
-    }
-    kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-    header = {name: (names.get(kinds[name], kinds[name]), tuple(tensor.shape)) for name, tensor in tensors.items()}
-    check_header(checkpoint.config, header)
-    _check_finite(tensors)
-    return tensors, kinds["fc.weight"]
-
-
-def _check_destination(folder: Path, overwrite: bool) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file: give a folder to write to")
-    inside = sorted(path.name for path in folder.iterdir())
-    if inside and not overwrite:
-        raise CheckpointError(f"{folder} is not empty: choose another folder or overwrite explicitly")
-    foreign = [name for name in inside if name not in (CONFIG, WEIGHTS, MASK_EMBEDDING_FILE)]
-    if foreign:
-        raise CheckpointError(f"{folder} holds {foreign[0]}, which is not part of a checkpoint: choose another folder")
-
-
-def _write_files(
-    folder: Path, config: DraftConfig, tensors: Mapping[str, torch.Tensor], raw: Mapping[str, Any]
-) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    plain = {name: tensor.clone() for name, tensor in tensors.items() if name != MASK_EMBEDDING}
-    save_file(plain, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod(0o644)
-    if MASK_EMBEDDING in tensors:
-        value = {"embedding": tensors[MASK_EMBEDDING].clone(), "mask_token_id": config.mask_token_id}
-        torch.save(value, folder / MASK_EMBEDDING_FILE)
-    (folder / CONFIG).write_text(json.dumps(raw, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    for path in folder.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    LAYOUT.write(folder, checkpoint, dtype=dtype, overwrite=overwrite)

@@ -1,0 +1,338 @@
+"""Checkpoint folders: config.json and weight files, read whole or not at all, written whole or not at all.
+
+Owns: `Checkpoint`, the files of a folder, an atomic write, what a learned mask embedding looks like on disk.
+A dialect is a `Layout`: its keys, its tensor names, and which tensors of its own a draft may carry in it.
+Must not know: what any key or tensor means. torch is imported only where weights are loaded or saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from blockdraft.config import DraftConfig, TargetFacts
+from blockdraft.errors import CheckpointError, ConfigError
+from blockdraft.formats._safetensors import WEIGHTS, Entry, list_entries, read_json
+from blockdraft.formats._zlab_tensors import (
+    MASK_EMBEDDING,
+    check_header,
+    optional_tensors,
+    some,
+    split_fused,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MASK_EMBEDDING_FILE", "Checkpoint", "Layout", "has_mask_embedding_file", "read_raw_config"]
+
+CONFIG = "config.json"
+MASK_EMBEDDING_FILE = "mask_embedding.pt"
+_TAPS_KEYS = ("target_layer_ids", "aux_hidden_state_layer_ids")
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A draft as it stands on disk: its config and its tensors under canonical names.
+
+    Canonical: no `model.` prefix, codebooks without `.weight`. Optional tensors: embed_tokens.weight [V, D],
+    lm_head.weight [V, D], mask_embedding [D].
+    """
+
+    config: DraftConfig
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class ConfigReader(Protocol):
+    """The one meaning of a config.json. `target` settles what the dialect itself does not state."""
+
+    def __call__(
+        self,
+        raw: Mapping[str, Any],
+        *,
+        allow_mask_is_eos: bool = False,
+        fc_shape: tuple[int, ...] | None = None,
+        target: TargetFacts | None = None,
+    ) -> DraftConfig: ...
+
+
+class ConfigWriter(Protocol):
+    """The keys of a config, or a ConfigError that names what the dialect cannot express."""
+
+    def __call__(self, config: DraftConfig, *, dtype: str = "bfloat16") -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One dialect of checkpoint folders.
+
+    `detect` is asked with the config.json and the names of the tensors, if there are any. `own` names the
+    optional tensors that have a place in it.
+    """
+
+    name: str
+    label: str
+    detect: Callable[[Mapping[str, Any], Collection[str]], bool]
+    config_from_dict: ConfigReader
+    config_to_dict: ConfigWriter
+    canonical_name: Callable[[str], str]
+    stored_name: Callable[[str], str]
+    own: frozenset[str]
+
+    def read_config(
+        self, source: Path | str, *, allow_mask_is_eos: bool = False, target: TargetFacts | None = None
+    ) -> DraftConfig:
+        """The config of a checkpoint folder or of a bare config.json."""
+        raw, folder = read_raw_config(source)
+        fc_shape = None
+        if folder is not None and isinstance(raw, Mapping):
+            fc_shape = self._fc_shape(folder, raw)
+        return self.config_from_dict(raw, allow_mask_is_eos=allow_mask_is_eos, fc_shape=fc_shape, target=target)
+
+    def _fc_shape(self, folder: Path, raw: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """The shape of fc.weight, looked up only where the message about missing taps needs it."""
+        nest = raw.get("dflash_config")
+        places = [raw, nest if isinstance(nest, Mapping) else {}]
+        if any(key in place for place in places for key in _TAPS_KEYS):
+            return None
+        try:
+            return self.read_header(folder).get("fc.weight", (None, None))[1]
+        except CheckpointError:
+            return None
+
+    def read_header(
+        self, folder: Path | str, config: DraftConfig | None = None
+    ) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Canonical name -> (safetensors dtype, shape) of a folder's weight files; needs no torch.
+
+        With its `config`, a fused projection counts as the two that it holds.
+        """
+        entries = self._entries(Path(folder))
+        if config is not None:
+            entries = split_fused(config, entries)
+        return {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+
+    def _entries(self, folder: Path) -> dict[str, Entry]:
+        found: dict[str, Entry] = {}
+        for entry in list_entries(folder):
+            name = self.canonical_name(entry.name)
+            if name in found:
+                raise CheckpointError(f"{found[name].name} and {entry.name} are the same tensor: remove one of them")
+            if name == MASK_EMBEDDING and has_mask_embedding_file(folder):
+                raise CheckpointError(
+                    f"{entry.name} stands in the weights and in {MASK_EMBEDDING_FILE}: remove one of them"
+                )
+            found[name] = entry
+        return found
+
+    def check(
+        self, config: DraftConfig, header: Mapping[str, tuple[str, tuple[int, ...]]], folder: Path | None = None
+    ) -> None:
+        """Raise CheckpointError if the tensors are not those of the config, or have no place in this dialect."""
+        check_header(config, header)
+        names = set(header)
+        if folder is not None and has_mask_embedding_file(folder):
+            names.add(MASK_EMBEDDING)
+        homeless = sorted((names & set(optional_tensors(config))) - self.own)
+        if homeless:
+            raise CheckpointError(f"{some(homeless)}: {self.label} has no place for it")
+
+    def read(
+        self,
+        folder: Path | str,
+        *,
+        dtype: torch.dtype | None = None,
+        allow_mask_is_eos: bool = False,
+        target: TargetFacts | None = None,
+    ) -> Checkpoint:
+        """The checkpoint of a folder, every tensor accounted for and finite. `dtype` None: as stored."""
+        folder = Path(folder)
+        if folder.is_file():
+            raise CheckpointError(f"{folder} is a file: give the folder that holds config.json and {WEIGHTS}")
+        config = self.read_config(folder, allow_mask_is_eos=allow_mask_is_eos, target=target)
+        entries = split_fused(config, self._entries(folder))
+        self.check(config, {name: (entry.dtype, entry.shape) for name, entry in entries.items()}, folder)
+        tensors = _load(entries)
+        if has_mask_embedding_file(folder):
+            tensors[MASK_EMBEDDING] = _read_mask_embedding(folder / MASK_EMBEDDING_FILE, config)
+        _check_finite(tensors)
+        if dtype is not None:
+            tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        return Checkpoint(config=config, tensors=tensors)
+
+    def write(
+        self, folder: Path | str, checkpoint: Checkpoint, *, dtype: str | None = "bfloat16", overwrite: bool = False
+    ) -> None:
+        """Write the folder: all of it or nothing, by a temporary folder that is renamed at the end.
+
+        `dtype` names the stored type (bfloat16, float16, float32, float64); None keeps each tensor's own.
+        `overwrite` replaces a folder that holds nothing but an earlier checkpoint.
+        """
+        folder = Path(folder)
+        tensors, stored = self._prepared(checkpoint, dtype)
+        raw = self.config_to_dict(checkpoint.config, dtype=stored)
+        _check_destination(folder, overwrite)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            fresh, old = temporary / "new", temporary / "old"
+            fresh.mkdir()
+            mask = tensors.pop(MASK_EMBEDDING, None)
+            named = {self.stored_name(name): tensor.clone() for name, tensor in tensors.items()}
+            _write_files(fresh, named, raw, mask, checkpoint.config.mask_token_id)
+            if folder.exists():
+                os.rename(folder, old)
+            os.rename(fresh, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _prepared(self, checkpoint: Checkpoint, dtype: str | None) -> tuple[dict[str, torch.Tensor], str]:
+        import torch
+
+        names = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+        if dtype is not None and dtype not in names:
+            raise CheckpointError(f"dtype is {dtype!r}: a checkpoint is stored in {', '.join(names)}")
+        kind: torch.dtype | None = getattr(torch, dtype) if dtype is not None else None
+        tensors = {
+            name: tensor.detach().to("cpu", kind if kind is not None else tensor.dtype).contiguous()
+            for name, tensor in checkpoint.tensors.items()
+        }
+        kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+        header = {name: (names.get(kinds[name], kinds[name]), tuple(tensor.shape)) for name, tensor in tensors.items()}
+        self.check(checkpoint.config, header)
+        _check_finite(tensors)
+        return tensors, kinds["fc.weight"]
+
+
+def read_raw_config(source: Path | str) -> tuple[Any, Path | None]:
+    """The JSON value of a config.json and its folder; the folder is None if the file itself was given."""
+    path = Path(source)
+    if path.is_dir():
+        file, folder = path / CONFIG, path
+        if not file.is_file():
+            state = "is empty" if not any(path.iterdir()) else "has no config.json"
+            raise CheckpointError(f"{path} {state}: a checkpoint is a folder with config.json and {WEIGHTS}")
+    elif path.is_file():
+        file, folder = path, None
+        if path.suffix != ".json":
+            raise CheckpointError(f"{path} is not a config.json: give the folder of the checkpoint or its config.json")
+    else:
+        text = str(source)
+        is_id = text.count("/") == 1 and not text.startswith((".", "/", "~"))
+        hint = "a hub id is not fetched here, download it first" if is_id else "give a folder or a config.json"
+        raise CheckpointError(f"{text} does not exist: {hint}")
+    try:
+        return read_json(file), folder
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is not a JSON file: {error}") from error
+
+
+def has_mask_embedding_file(folder: Path) -> bool:
+    """Whether a learned mask embedding lies beside the weights."""
+    return os.path.lexists(folder / MASK_EMBEDDING_FILE)  # a link that leads nowhere is damage, not absence
+
+
+def _load(entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
+    import safetensors
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted({entry.file for entry in entries.values()}):
+        try:
+            with safetensors.safe_open(file, framework="pt") as stream:
+                for name, entry in entries.items():
+                    if entry.file == file:
+                        tensors[name] = _part(stream, entry)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return {name: tensors[name] for name in entries}
+
+
+def _part(stream: Any, entry: Entry) -> torch.Tensor:
+    if entry.rows is None:
+        return stream.get_tensor(entry.name)
+    begin, end = entry.rows
+    return stream.get_slice(entry.name)[begin:end]
+
+
+def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    bad = sorted(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
+    if bad:
+        raise CheckpointError(f"{len(bad)} tensors hold NaN or infinity: {some(bad)}; the checkpoint is damaged")
+
+
+def _read_mask_embedding(file: Path, config: DraftConfig) -> torch.Tensor:
+    """The vector [D] of a mask_embedding.pt: a bare tensor, or {embedding, mask_token_id}; ids must agree."""
+    import torch
+
+    try:
+        value = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds here, and all of them mean an unusable file
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{file} cannot be read as plain tensors: {first}") from error
+    if isinstance(value, dict):
+        unknown = sorted(str(key) for key in value if key not in ("embedding", "mask_token_id"))
+        if unknown or "embedding" not in value:
+            found = ", ".join(str(key) for key in value)
+            raise CheckpointError(f"{file} holds the keys {found}: expected are embedding and mask_token_id")
+        given = value.get("mask_token_id", config.mask_token_id)
+        if isinstance(given, torch.Tensor) and given.numel() == 1:
+            given = given.item()
+        if given != config.mask_token_id:
+            raise CheckpointError(
+                f"mask_token_id is {given} in {file.name} and {config.mask_token_id} in config.json: make them equal"
+            )
+        value = value["embedding"]
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        raise CheckpointError(f"{file} does not hold a floating-point tensor")
+    if value.shape == (1, config.hidden_size):
+        value = value[0]
+    if value.shape != (config.hidden_size,):
+        raise CheckpointError(f"mask_embedding is {list(value.shape)} in {file}, expected {[config.hidden_size]}")
+    return value
+
+
+def _check_destination(folder: Path, overwrite: bool) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file: give a folder to write to")
+    inside = sorted(path.name for path in folder.iterdir())
+    if inside and not overwrite:
+        raise CheckpointError(f"{folder} is not empty: choose another folder or overwrite explicitly")
+    foreign = [name for name in inside if name not in (CONFIG, WEIGHTS, MASK_EMBEDDING_FILE)]
+    if foreign:
+        raise CheckpointError(f"{folder} holds {foreign[0]}, which is not part of a checkpoint: choose another folder")
+
+
+def _write_files(
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    raw: Mapping[str, Any],
+    mask_embedding: torch.Tensor | None,
+    mask_token_id: int,
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)
+    if mask_embedding is not None:
+        value = {"embedding": mask_embedding.clone(), "mask_token_id": mask_token_id}
+        torch.save(value, folder / MASK_EMBEDDING_FILE)
+    (folder / CONFIG).write_text(json.dumps(raw, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    _sync(folder.iterdir())
+
+
+def _sync(paths: Iterable[Path]) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
