@@ -14,7 +14,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 # Ordinary Hugging Face keys without a meaning for the maths of a draft.
-_IRRELEVANT = _words(
+IRRELEVANT = _words(
     "transformers_version dtype torch_dtype bos_token_id eos_token_id pad_token_id unk_token_id auto_map "
     "attention_dropout initializer_range use_cache max_window_layers num_anchors tie_word_embeddings "
     "_name_or_path return_dict output_hidden_states output_attentions chunk_size_feed_forward "
@@ -85,5 +85,5 @@ NEUTRAL: Mapping[str, _Neutral] = {
     "target_num_hidden_layers": (lambda value: value is None, "absent: write num_target_layers"),
     "markov_state_dim": _ABSENT,
 }
-KNOWN_TOP = _IRRELEVANT | _TOP | _BOTH | frozenset(NEUTRAL) | {"draft_vocab_size", "mask_token"}
+KNOWN_TOP = IRRELEVANT | _TOP | _BOTH | frozenset(NEUTRAL) | {"draft_vocab_size", "mask_token"}
 KNOWN_NESTED = _BOTH | _NESTED | frozenset(NEUTRAL) | {"draft_vocab_size", "mask_token"}
