@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from blockdraft.config import LayerConfig
+from blockdraft.train.attend import attend_flexibly, flex_mask
 from blockdraft.train.blocks import Blocks, block_attention, block_masks, sample_blocks, written_mask
 
 LAYERS = [
@@ -123,28 +124,77 @@ def test_masks_equal_a_loop_over_the_rule(layer: LayerConfig) -> None:
             assert bool(inside_LL[i, j]) == may_see(layer, anchor + i, anchor + j)
 
 
-@pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_attention_equals_a_loop_over_rows_and_visible_keys(layer: LayerConfig) -> None:
+HEADS, KV_HEADS, WIDTH, VALUE_WIDTH, SCALE = 4, 2, 6, 3, 0.37
+
+
+def attention_inputs(blocks: Blocks, num_context: int, dtype=torch.float64) -> list[torch.Tensor]:
+    """q, keys, values, own keys, own values; values are narrower than keys, as in latent attention."""
     generator = torch.Generator().manual_seed(1)
-
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    blocks = sample(num_blocks=3, block_size=4, prompts=(0, 2), lengths=(9, 6))
     num_rows, num_blocks, length = blocks.ids_BKL.shape
-    heads, kv_heads, width, scale = 4, 2, 6, 0.37
-    keys, values = randn(num_rows, 9, kv_heads, width), randn(num_rows, 9, kv_heads, width)
-    q = randn(num_rows * num_blocks, length, heads, width)
-    k, v = (
-        randn(num_rows * num_blocks, length, kv_heads, width),
-        randn(num_rows * num_blocks, length, kv_heads, width),
-    )
-    got = block_attention((layer,), [(keys, values)], blocks, scale)(0, q, k, v)
-    for row, block, i, head in itertools.product(range(num_rows), range(num_blocks), range(length), range(heads)):
-        x, kv = row * num_blocks + block, head // (heads // kv_heads)
+    num = num_rows * num_blocks
+    shapes = [
+        (num, length, HEADS, WIDTH),
+        (num_rows, num_context, KV_HEADS, WIDTH),
+        (num_rows, num_context, KV_HEADS, VALUE_WIDTH),
+        (num, length, KV_HEADS, WIDTH),
+        (num, length, KV_HEADS, VALUE_WIDTH),
+    ]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def by_loop(layer: LayerConfig, blocks: Blocks, q, keys, values, k, v) -> torch.Tensor:
+    """Every row by itself, over the keys that it may see and no others."""
+    num_rows, num_blocks, length = blocks.ids_BKL.shape
+    out = {}
+    for row, block, i, head in itertools.product(range(num_rows), range(num_blocks), range(length), range(HEADS)):
+        x, kv = row * num_blocks + block, head // (HEADS // KV_HEADS)
         anchor = int(blocks.anchors_BK[row, block])
         seen = [(keys[row, s, kv], values[row, s, kv]) for s in range(anchor) if may_see(layer, anchor + i, s)]
         seen += [(k[x, j, kv], v[x, j, kv]) for j in range(length) if may_see(layer, i, j)]
-        scores = torch.stack([q[x, i, head] @ key * scale for key, _ in seen]).softmax(0)
-        expected = sum(p * value for p, (_, value) in zip(scores, seen, strict=True))
-        torch.testing.assert_close(got[x, i, head], expected, rtol=0, atol=1e-12)
+        scores = torch.stack([q[x, i, head] @ key * SCALE for key, _ in seen]).softmax(0)
+        out[x, i, head] = sum(p * value for p, (_, value) in zip(scores, seen, strict=True))
+    return torch.stack(list(out.values())).view(num_rows * num_blocks, length, HEADS, VALUE_WIDTH)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_attention_equals_a_loop_over_rows_and_visible_keys(layer: LayerConfig) -> None:
+    """Also its gradients; and what lies behind an anchor gets none from that block."""
+    blocks = sample(num_blocks=3, block_size=4, prompts=(0, 2), lengths=(9, 6))
+    mine, plain = ([t.requires_grad_() for t in attention_inputs(blocks, 9)] for _ in range(2))
+    q, keys, values, k, v = mine
+    got = block_attention((layer,), [(keys, values)], blocks, SCALE)(0, q, k, v)
+    expected = by_loop(layer, blocks, *plain)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    upstream = torch.randn(got.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    ours = torch.autograd.grad(got, mine, upstream)
+    theirs = torch.autograd.grad(expected, plain, upstream, allow_unused=True, materialize_grads=True)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert not ours[1][:, int(blocks.anchors_BK.max()) :].any()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_flexible_attention_is_the_dense_one(layer: LayerConfig) -> None:
+    """What a GPU compiles, run as it stands; anchors repeat and stand closer than a block."""
+    blocks = sample(num_blocks=20, block_size=5)
+    q, keys, values, k, v = attention_inputs(blocks, 20, torch.float32)
+    with torch.no_grad():
+        dense = block_attention((layer,), [(keys, values)], blocks, SCALE)(0, q, k, v)
+        mask = flex_mask(layer, blocks.anchors_BK, 5, 20)
+        flexible = attend_flexibly(q, (k, v), (keys, values), mask, SCALE)
+    torch.testing.assert_close(flexible, dense, rtol=0, atol=1e-5)
+
+
+def test_attention_under_autocast_is_close() -> None:
+    blocks = sample(num_blocks=3)
+    inputs = [t.requires_grad_() for t in attention_inputs(blocks, 20, torch.float32)]
+    q, keys, values, k, v = inputs
+    attend = block_attention((LAYERS[0],), [(keys, values)], blocks, SCALE)
+    exact = attend(0, q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = attend(0, q, k, v)
+    assert rough.dtype == torch.bfloat16
+    torch.testing.assert_close(rough.float(), exact, rtol=0, atol=0.05)
+    rough.float().sum().backward()
+    assert all(torch.isfinite(t.grad).all() and t.grad.dtype == torch.float32 for t in inputs)

@@ -41,15 +41,16 @@ class BlockConv(nn.Module):
         """The kernels of both sides, each [B, L, W, U, Y], from the normed input of the sublayer."""
         dynamic = torch.unflatten(self.kernel_projection(u_BLD), -1, (_SIDES, self.kernel_size, -1, 1))
         base = torch.unflatten(self.base_kernel, -1, (-1, self.group_size)).to(dynamic.dtype)
-        both: Tensor = dynamic + base
-        return both[:, :, 0], both[:, :, 1]
+        before, after = (dynamic + base).unbind(2)
+        return before, after
 
 
 def convolve(x_BLD: Tensor, kernel_BLWUY: Tensor) -> Tensor:
     """``x_BLD`` convolved inside each block: row t reads rows t, t-1, ... t-W+1 that exist."""
     x_BLUY = torch.unflatten(x_BLD, -1, kernel_BLWUY.shape[-2:])
     length = x_BLD.shape[1]
-    out = kernel_BLWUY[:, :, 0] * x_BLUY
-    for back in range(1, min(kernel_BLWUY.shape[2], length)):
-        out[:, back:].addcmul_(kernel_BLWUY[:, back:, back], x_BLUY[:, :-back])
+    taps = kernel_BLWUY.unbind(2)
+    out = taps[0] * x_BLUY
+    for back, tap_BLUY in enumerate(taps[1:length], start=1):
+        out[:, back:].addcmul_(tap_BLUY[:, back:], x_BLUY[:, :-back])
     return out.flatten(-2)

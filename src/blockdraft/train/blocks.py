@@ -4,16 +4,16 @@ Owns what a block may see in training: context strictly before its anchor, and i
 state does not exist yet when the draft is served). The maths of a block is the draft's own; this file knows no
 losses and no files.
 
-Letters: B sequences, S context positions, K blocks per sequence, X = B*K, L block length, H query heads, J kv heads,
-P = H / J query heads per kv head, A width of queries and keys, W width of values, N taps, E target width, D draft
-width, V vocabulary.
+Letters: B sequences, S context positions, K blocks per sequence, X = B*K, L block length, T = S + L, H query heads,
+J kv heads, A width of queries and keys, W width of values, N taps, E target width, D draft width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from blockdraft.config import LayerConfig
 from blockdraft.draft.attention import visible
 from blockdraft.draft.model import Attend, DraftModel
 from blockdraft.draft.norm import wide_dtype
+from blockdraft.train.attend import attend_densely, attend_flexibly, flex_mask
 
 __all__ = [
     "Blocks",
@@ -135,57 +136,28 @@ def block_attention(
     """The attention closure for training: every block sees its own sequence before its anchor, and itself.
 
     `context[i]` holds layer i's keys [B, S, J, A] and values [B, S, J, W] of the whole sequence. The closure takes
-    q [X, L, H, A] and the blocks' own k [X, L, J, A] and v [X, L, J, W] and returns [X, L, H, W]. The X*X
-    block-by-block part is never built.
+    q [X, L, H, A] and the blocks' own k [X, L, J, A] and v [X, L, J, W] and returns [X, L, H, W].
     """
-    num_context = context[0][0].shape[1]
-    masks = {layer: _additive(block_masks(layer, blocks, num_context)) for layer in set(layers)}
+    num_context, device = context[0][0].shape[1], context[0][0].device
+    masks: dict[LayerConfig, Any]
+    run: Callable[..., Tensor]
+    if device.type == "cuda":
+        length = blocks.ids_BKL.shape[-1]
+        masks = {layer: flex_mask(layer, blocks.anchors_BK, length, num_context) for layer in set(layers)}
+        run = attend_flexibly
+    else:
+        dtype = wide_dtype(context[0][0].dtype)
+        masks = {layer: _additive(block_masks(layer, blocks, num_context), dtype) for layer in set(layers)}
+        run = attend_densely
 
     def attend(index: int, q_XLHA: Tensor, k_XLJA: Tensor, v_XLJW: Tensor) -> Tensor:
-        return _attend(q_XLHA, k_XLJA, v_XLJW, context[index], masks[layers[index]], scale)
+        return run(q_XLHA, (k_XLJA, v_XLJW), context[index], masks[layers[index]], scale)
 
     return attend
 
 
-def _additive(masks: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    to_context, inside = (torch.zeros(seen.shape).masked_fill(~seen, -torch.inf) for seen in masks)
-    return to_context, inside
-
-
-def _attend(
-    q_XLHA: Tensor,
-    k_XLJA: Tensor,
-    v_XLJW: Tensor,
-    context_BSJ: tuple[Tensor, Tensor],
-    masks: tuple[Tensor, Tensor],
-    scale: float,
-) -> Tensor:
-    """softmax over [context | own block] of every row; both masks are additive and every row sees itself."""
-    keys_BSJA, values_BSJW = context_BSJ
-    context_mask_BKLS, inside_mask_LL = masks
-    num_rows, num_blocks, length, num_context = context_mask_BKLS.shape
-    num_heads, width = q_XLHA.shape[-2:]
-    num_kv = k_XLJA.shape[-2]
-    group = num_heads // num_kv
-    q_BJKLPA = q_XLHA.view(num_rows, num_blocks, length, num_kv, group, width).permute(0, 3, 1, 2, 4, 5)
-    k_BKLJA = k_XLJA.view(num_rows, num_blocks, length, num_kv, width)
-    v_BKLJW = v_XLJW.view(num_rows, num_blocks, length, num_kv, -1)
-    # The query heads of one kv head become rows: keys are read once and never repeated.
-    of_sequence = (num_rows, num_kv, num_blocks * length * group)
-    of_block = (num_rows, num_kv, num_blocks, length * group)
-    shape = q_BJKLPA.shape[:-1]
-    wide = wide_dtype(q_XLHA.dtype)
-
-    to_context = q_BJKLPA.reshape(*of_sequence, width) @ keys_BSJA.permute(0, 2, 3, 1)
-    to_context = to_context.view(*shape, num_context).to(wide) * scale
-    to_context = to_context + context_mask_BKLS[:, None, :, :, None]
-    inside = q_BJKLPA.reshape(*of_block, width) @ k_BKLJA.permute(0, 3, 1, 4, 2)
-    inside = inside.view(*shape, length).to(wide) * scale
-    inside = inside + inside_mask_LL[:, None]
-    probs = torch.softmax(torch.cat([to_context, inside], -1), -1).to(values_BSJW.dtype)
-    context_probs, inside_probs = probs.split([num_context, length], -1)
-
-    out = context_probs.reshape(*of_sequence, num_context) @ values_BSJW.transpose(1, 2)
-    own = inside_probs.reshape(*of_block, length) @ v_BKLJW.permute(0, 3, 1, 2, 4)
-    out_BJKLPW = out.view(*shape, -1) + own.view(*shape, -1)
-    return out_BJKLPW.permute(0, 2, 3, 1, 4, 5).reshape(num_rows * num_blocks, length, num_heads, -1)
+def _additive(masks: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """mask_BKLT of [context | own block]: 0 where a key is seen, else minus infinity."""
+    to_context_BKLS, inside_LL = masks
+    seen_BKLT = torch.cat((to_context_BKLS, inside_LL.expand(*to_context_BKLS.shape[:2], -1, -1)), dim=-1)
+    return torch.zeros(seen_BKLT.shape, dtype=dtype, device=seen_BKLT.device).masked_fill_(~seen_BKLT, -torch.inf)
