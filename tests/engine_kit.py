@@ -161,7 +161,7 @@ class Continuation:
         self._caches = list(caches)
         return noise_BLD
 
-    def propose(self, hidden_LD, anchor_id, logits_GV, temperature, generator, *, exclude_ids=()) -> Proposal:
+    def propose(self, hidden_LD, anchor_id, logits_GV, temperature, generator, **options) -> Proposal:
         self.calls += 1
         cache = self._caches.pop(0)
         start = cache.num_positions + 1

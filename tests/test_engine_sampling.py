@@ -65,7 +65,7 @@ class TableDraft:
     def __call__(self, noise_BLD, caches) -> Tensor:
         return noise_BLD
 
-    def propose(self, hidden_LD, anchor_id, logits_GV, temperature, generator, *, exclude_ids=()) -> Proposal:
+    def propose(self, hidden_LD, anchor_id, logits_GV, temperature, generator, **options) -> Proposal:
         ids, laws, last = [], [], anchor_id
         for _ in range(hidden_LD.shape[0] - 1):
             law_V = self.law_VV[last]

@@ -9,15 +9,20 @@ from __future__ import annotations
 from blockdraft.config.attention import AttentionConfig, GqaConfig, LayerConfig, MlaConfig, RopeConfig
 from blockdraft.config.checks import require_bool, require_float, require_int, token_ids
 from blockdraft.config.draft import ConvConfig, DraftConfig, Family, SelectorConfig, TapStream
+from blockdraft.config.heads import ConfidenceConfig, InjectionConfig, MarkovConfig, MarkovKind
 from blockdraft.config.pairing import PairRule, TargetFacts, Verdict, check_pair, pairing_rules
 
 __all__ = [
     "AttentionConfig",
+    "ConfidenceConfig",
     "ConvConfig",
     "DraftConfig",
     "Family",
     "GqaConfig",
+    "InjectionConfig",
     "LayerConfig",
+    "MarkovConfig",
+    "MarkovKind",
     "MlaConfig",
     "PairRule",
     "RopeConfig",

@@ -7,9 +7,10 @@ from typing import Literal
 
 from blockdraft.config.attention import AttentionConfig, GqaConfig, LayerConfig, MlaConfig, RopeConfig
 from blockdraft.config.checks import require_bool, require_float, require_int
+from blockdraft.config.heads import ConfidenceConfig, InjectionConfig, MarkovConfig
 from blockdraft.errors import ConfigError
 
-Family = Literal["dflash", "dflash2"]
+Family = Literal["dflash", "dflash2", "dspark", "dspine"]
 TapStream = Literal["prefix", "attn_res"]
 
 
@@ -39,10 +40,13 @@ class SelectorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """One drafter. `conv` and `selector` are both given (DFlash 2) or both absent (DFlash).
+    """One drafter. `conv` and `selector` are both given (DFlash 2) or both absent.
 
-    `has_tap_norms`: every tap has a norm of its own before they are joined. `tap_stream`: which of the streams
-    of a target with attention residuals (Kimi K3) the taps are; other targets have one, "prefix".
+    `block_size` counts the rows of the draft's block: the anchor and the masks. `predicts_from_anchor`: the anchor's
+    row predicts the token after it, so that every row is a proposal (DSpark); otherwise row j predicts the token at
+    its own place, and the anchor's row predicts nothing. `markov` and `confidence` are heads of DSpark, `injection`
+    is DSpine. `has_tap_norms`: every tap has a norm of its own before they are joined. `tap_stream`: which of the
+    streams of a target with attention residuals (Kimi K3) the taps are; other targets have one, "prefix".
     """
 
     hidden_size: int
@@ -65,6 +69,10 @@ class DraftConfig:
     final_logit_softcapping: float | None = None
     has_tap_norms: bool = False
     tap_stream: TapStream = "prefix"
+    predicts_from_anchor: bool = False
+    markov: MarkovConfig | None = None
+    confidence: ConfidenceConfig | None = None
+    injection: InjectionConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -85,7 +93,8 @@ class DraftConfig:
         if not self.layers:
             raise ConfigError("num_hidden_layers is 0: a draft needs at least one layer")
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
-        require_int("block_size", self.block_size, least=2)
+        require_bool("sample_from_anchor", self.predicts_from_anchor)
+        require_int("block_size", self.block_size, least=1 if self.predicts_from_anchor else 2)
         if self.block_size > self.max_position_embeddings:
             raise ConfigError(
                 f"block_size is {self.block_size}: it must not exceed max_position_embeddings, "
@@ -101,6 +110,7 @@ class DraftConfig:
         if self.tap_stream not in ("prefix", "attn_res"):
             raise ConfigError(f"aux_hidden_stream is {self.tap_stream!r}: it must be 'prefix' or 'attn_res'")
         self._check_parts()
+        self._check_heads()
 
     def _check_parts(self) -> None:
         if (self.conv is None) != (self.selector is None):
@@ -117,6 +127,36 @@ class DraftConfig:
                 f"selector_top_k is {self.selector.top_k}: it must not exceed vocab_size, {self.vocab_size}"
             )
 
+    def _check_heads(self) -> None:
+        has_spark = self.markov is not None or self.confidence is not None or self.predicts_from_anchor
+        if self.conv is not None and (has_spark or self.injection is not None):
+            raise ConfigError(
+                "conv and selector settings stand beside those of DSpark or DSpine: a draft is one of them"
+            )
+        if self.injection is not None:
+            if has_spark:
+                raise ConfigError("dspine_config stands beside settings of DSpark: a draft is one of the two")
+            if not all(layer.is_causal for layer in self.layers):
+                raise ConfigError("is_causal is false: in a DSpine block every row sees only the rows before it")
+            if self.injection.top_k > self.vocab_size:
+                raise ConfigError(
+                    f"dspine_config.top_k is {self.injection.top_k}: it must not exceed vocab_size, {self.vocab_size}"
+                )
+        if self.confidence is not None and self.confidence.reads_token and self.markov is None:
+            raise ConfigError(
+                "confidence_head_with_markov is true and markov_rank is 0: there is no Markov head to read"
+            )
+
+    @property
+    def num_proposals(self) -> int:
+        """Tokens that a whole block proposes."""
+        return self.block_size if self.predicts_from_anchor else self.block_size - 1
+
+    @property
+    def max_width(self) -> int:
+        """Positions that the target scores for a whole block: the anchor and every proposal."""
+        return self.num_proposals + 1
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
@@ -127,7 +167,12 @@ class DraftConfig:
 
     @property
     def family(self) -> Family:
-        return "dflash" if self.conv is None else "dflash2"
+        if self.injection is not None:
+            return "dspine"
+        if self.conv is not None:
+            return "dflash2"
+        has_spark = self.predicts_from_anchor or self.markov is not None or self.confidence is not None
+        return "dspark" if has_spark else "dflash"
 
     @property
     def softmax_scale(self) -> float:

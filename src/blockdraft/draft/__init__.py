@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blockdraft.draft.cache import DraftCache
-from blockdraft.draft.heads import CandidateLists, Proposal
+from blockdraft.draft.heads import CandidateLists, FullLaw, Proposal
 from blockdraft.draft.model import DraftModel
 
-__all__ = ["CandidateLists", "DraftCache", "DraftModel", "Proposal"]
+__all__ = ["CandidateLists", "DraftCache", "DraftModel", "FullLaw", "Proposal"]

@@ -1,5 +1,5 @@
 """From hidden rows and target logits to proposals: the plain head (DFlash) and the candidate selector
-(DFlash 2).
+(DFlash 2). DSpark's heads are in ``markov``, DSpine's in ``injection``.
 
 Owns candidate lists, the walk over them and the law q they were drawn from. Whatever q is, the accepting
 side stays exact as long as q is the law that was really sampled, so q is never adjusted afterwards. Knows
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from blockdraft.config import SelectorConfig
 
-__all__ = ["CandidateLists", "CandidateSelector", "Proposal", "top_candidates", "walk"]
+__all__ = ["CandidateLists", "CandidateSelector", "FullLaw", "Proposal", "Table", "top_candidates", "walk"]
 
 _CHUNK = 64
 
@@ -33,13 +33,37 @@ class CandidateLists:
 
 
 @dataclass(frozen=True, slots=True)
+class FullLaw:
+    """A q over the whole vocabulary: ``probs_GV``, each row given the proposals before it."""
+
+    probs_GV: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """``ids_G`` and the law each was drawn from given the ones before it; None = it had to be that id
     (one-hot).
     """
 
     ids_G: Tensor
-    q: CandidateLists | None
+    q: CandidateLists | FullLaw | None
+
+    def first(self, count: int) -> Proposal:
+        """The first ``count`` of them with their laws."""
+        q = self.q
+        if isinstance(q, CandidateLists):
+            q = CandidateLists(q.ids_GM[:count], q.probs_GM[:count])
+        elif q is not None:
+            q = FullLaw(q.probs_GV[:count])
+        return Proposal(ids_G=self.ids_G[:count], q=q)
+
+
+class Table(nn.Module):
+    """A matrix of one row per token under the name ``weight``: an embedding or a head."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
 
 
 class CandidateSelector(nn.Module):

@@ -2,11 +2,12 @@
 
 Owns the network. One block computation serves generation and training; they differ only in the closure that
 attends: ``forward`` attends over a row's cache, a trainer passes its own closure to ``block_forward``.
-DFlash and DFlash 2, on grouped-query or latent attention, are this one model with parts absent or present by
-config.
+DFlash, DFlash 2, DSpark and DSpine, on grouped-query or latent attention, are this one model with parts absent or
+present by config.
 Knows config only: no targets, no requests, no files.
 
-Letters: B rows, C newly committed positions, L block length, G = L - 1 proposals, N taps, E target width, D
+Letters: B rows, C newly committed positions, L block length, G proposals (the rows that predict: all of them, or all
+but the anchor's), N taps, E target width, D
 draft width, H query heads, K kv heads, A width of queries and keys, W width of values, V vocabulary, M
 candidates.
 """
@@ -20,22 +21,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from blockdraft.config import DraftConfig, MlaConfig
-from blockdraft.draft.attention import Attention, attend_row
+from blockdraft.config import DraftConfig
+from blockdraft.draft.attention import attend_row
 from blockdraft.draft.cache import DraftCache, visible_limit
-from blockdraft.draft.conv import BlockConv, convolve
-from blockdraft.draft.gqa import GroupedQueryAttention
-from blockdraft.draft.heads import CandidateLists, CandidateSelector, Proposal, top_candidates, walk
-from blockdraft.draft.mla import LatentAttention
+from blockdraft.draft.conv import BlockConv
+from blockdraft.draft.heads import (
+    CandidateLists,
+    CandidateSelector,
+    FullLaw,
+    Proposal,
+    Table,
+    top_candidates,
+    walk,
+)
+from blockdraft.draft.injection import AdjacentInjection, rescored_walk
+from blockdraft.draft.layer import Layer
+from blockdraft.draft.markov import ConfidenceHead, MarkovHead, chain
 from blockdraft.draft.norm import RMSNorm
 from blockdraft.draft.rope import Rotary, Rotation
 from blockdraft.errors import CheckpointError
 from blockdraft.packed import pack_linears_
 
-__all__ = ["Attend", "DraftModel"]
+__all__ = ["Attend", "CandidateLogits", "DraftModel"]
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer index, q_BLHA, k_BLKA, v_BLKW) -> out_BLHW; q and k are already rotated to their positions."""
+
+CandidateLogits = Callable[[Tensor, Tensor], Tensor]
+"""(hidden_GD, ids_GM) -> [G, M]: the bare head on rows, of some ids each."""
 
 
 class Weights(Protocol):
@@ -45,81 +58,6 @@ class Weights(Protocol):
     def config(self) -> DraftConfig: ...
     @property
     def tensors(self) -> dict[str, Tensor]: ...
-
-
-class Mlp(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class Layer(nn.Module):
-    """One decoder layer. Both sublayers are wrapped in a block convolution when the config has one."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = _attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Mlp(config)
-        self.attention_conv = BlockConv(config.hidden_size, config.conv) if config.conv is not None else None
-        self.mlp_conv = BlockConv(config.hidden_size, config.conv) if config.conv is not None else None
-
-    def context_kv(self, context_CD: Tensor, rotation: Rotation, *, absorbed: bool) -> tuple[Tensor, Tensor]:
-        """(k_CKA, v_CKW) of committed positions; any leading axes."""
-        attention: Attention = self.self_attn
-        return attention.key_value(context_CD, rotation, absorbed=absorbed)
-
-    def block(
-        self,
-        x_BLD: Tensor,
-        rotation: Rotation,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-        *,
-        absorbed: bool,
-    ) -> Tensor:
-        """The layer's output for the rows of B separate blocks."""
-        attention: Attention = self.self_attn
-
-        def sublayer(u_BLD: Tensor) -> Tensor:
-            q_BLHA = attention.query(u_BLD, rotation, absorbed=absorbed)
-            k_BLKA, v_BLKW = attention.key_value(u_BLD, rotation, absorbed=absorbed)
-            return attention.output(attend(q_BLHA, k_BLKA, v_BLKW), absorbed=absorbed)
-
-        x_BLD = x_BLD + _wrapped(self.attention_conv, sublayer, self.input_layernorm(x_BLD))
-        return x_BLD + _wrapped(self.mlp_conv, self.mlp, self.post_attention_layernorm(x_BLD))
-
-
-def _attention(config: DraftConfig) -> GroupedQueryAttention | LatentAttention:
-    if isinstance(config.attention, MlaConfig):
-        return LatentAttention(config.attention, config.hidden_size, config.rms_norm_eps)
-    return GroupedQueryAttention(config.attention, config.hidden_size, config.rms_norm_eps)
-
-
-def _wrapped(conv: BlockConv | None, sublayer: Callable[[Tensor], Tensor], u_BLD: Tensor) -> Tensor:
-    """The sublayer, or convolution, sublayer, convolution with both kernels made from the sublayer's normed
-    input.
-    """
-    if conv is None:
-        return sublayer(u_BLD)
-    before, after = conv.kernels(u_BLD)
-    return convolve(sublayer(convolve(u_BLD, before)), after)
-
-
-class _Table(nn.Module):
-    """A [V, D] matrix under the name ``weight``: an embedding or a head that the checkpoint brings itself."""
-
-    def __init__(self, rows: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width))
 
 
 class DraftModel(nn.Module):
@@ -150,15 +88,26 @@ class DraftModel(nn.Module):
         self.candidate_selector: CandidateSelector | None = None
         if config.selector is not None:
             self.candidate_selector = CandidateSelector(width, config.vocab_size, config.selector)
-        self.embed_tokens = _Table(config.vocab_size, width) if has_embedding else None
-        self.lm_head = _Table(config.vocab_size, width) if has_head else None
+        self.markov_head: MarkovHead | None = None
+        if config.markov is not None:
+            self.markov_head = MarkovHead(width, config.vocab_size, config.markov)
+        self.confidence_head: ConfidenceHead | None = None
+        if config.confidence is not None:
+            self.confidence_head = ConfidenceHead(width, config.confidence, config.markov)
+        self.injection: AdjacentInjection | None = None
+        self.transfer_codes: nn.Parameter | None = None
+        if config.injection is not None:
+            self.injection = AdjacentInjection(width, config.num_layers, config.injection)
+            self.transfer_codes = nn.Parameter(torch.empty(config.vocab_size, config.injection.transfer_rank))
+        self.embed_tokens = Table(config.vocab_size, width) if has_embedding else None
+        self.lm_head = Table(config.vocab_size, width) if has_head else None
         self.mask_embedding = nn.Parameter(torch.empty(width)) if has_mask_embedding else None
         self._rotary = Rotary(config.rope, config.attention.rope_dim)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self, *, std: float = 0.02) -> None:
-        """Start of training: normal weights, convolutions that pass through, a selector that adds nothing."""
+        """Start of training: normal weights, convolutions that pass through, heads and injections that add nothing."""
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, std)
@@ -171,6 +120,13 @@ class DraftModel(nn.Module):
                 module.bias.zero_()
         if self.candidate_selector is not None:
             self.candidate_selector.successor_codebook.zero_()
+        if self.markov_head is not None:
+            self.markov_head.markov_w2.weight.zero_()
+        if self.injection is not None and self.transfer_codes is not None:
+            for write in self.injection.writes:
+                nn.init.zeros_(write.weight)  # type: ignore[arg-type]
+            self.injection.predecessor_gate.weight.zero_()
+            self.transfer_codes.copy_(F.normalize(self.transfer_codes, dim=-1))
         if self.mask_embedding is not None:
             self.mask_embedding.normal_(0.0, std)
 
@@ -272,14 +228,18 @@ class DraftModel(nn.Module):
         assert isinstance(layer, Layer)
         return layer.context_kv(context_CD, self.rotation(positions_C), absorbed=False)
 
-    def block_forward(self, noise_BLD: Tensor, positions_BL: Tensor, attention: Attend) -> Tensor:
-        """hidden_BLD of B separate blocks whose attention is the caller's; gradients flow.
+    def block_forward(
+        self, noise_BLD: Tensor, positions_BL: Tensor, attention: Attend, anchor_ids_B: Tensor | None = None
+    ) -> Tensor:
+        """Rows of B separate blocks, as ``forward`` gives them, whose attention is the caller's; gradients flow.
 
         The caller multiplies scores by ``config.softmax_scale``.
         """
-        return self._run(noise_BLD, self.rotation(positions_BL), attention, absorbed=False)
+        return self._run(noise_BLD, self.rotation(positions_BL), attention, anchor_ids_B, absorbed=False)
 
-    def _run(self, x_BLD: Tensor, rotation: Rotation, attention: Attend, *, absorbed: bool) -> Tensor:
+    def _run(
+        self, x_BLD: Tensor, rotation: Rotation, attention: Attend, anchor_ids_B: Tensor | None, *, absorbed: bool
+    ) -> Tensor:
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
 
@@ -287,7 +247,26 @@ class DraftModel(nn.Module):
                 return attention(index, q, k, v)
 
             x_BLD = layer.block(x_BLD, rotation, attend, absorbed=absorbed)
+            if self.injection is not None and index < len(self.layers) - 1:
+                x_BLD = self.injection(x_BLD, self._codes(anchor_ids_B, x_BLD), index)
+        if self.injection is not None:
+            return x_BLD
         hidden_BLD: Tensor = self.norm(x_BLD)
+        return hidden_BLD
+
+    def _codes(self, ids: Tensor | None, x: Tensor) -> Tensor:
+        """What a token itself tells the row after it, [..., R]."""
+        assert self.transfer_codes is not None and self.injection is not None and ids is not None
+        return (self.injection.rank**0.5 * self.transfer_codes[ids]).to(x.dtype)
+
+    def head_rows(self, x_BLD: Tensor, anchor_ids: Sequence[int] | Tensor) -> Tensor:
+        """hidden_BLD that the output head reads, of the rows that ``forward`` gave: with injection, the last layer's
+        message and the final norm are still to come; otherwise they are the same.
+        """
+        if self.injection is None:
+            return x_BLD
+        ids_B = torch.as_tensor(anchor_ids, dtype=torch.long, device=self.device)
+        hidden_BLD: Tensor = self.norm(self.injection(x_BLD, self._codes(ids_B, x_BLD), len(self.layers) - 1))
         return hidden_BLD
 
     def new_cache(self) -> DraftCache:
@@ -316,10 +295,16 @@ class DraftModel(nn.Module):
         cache.append(keys_values, num_new)
 
     @torch.no_grad()
-    def forward(self, noise_BLD: Tensor, caches: Sequence[DraftCache]) -> Tensor:
+    def forward(
+        self, noise_BLD: Tensor, caches: Sequence[DraftCache], anchor_ids: Sequence[int] | None = None
+    ) -> Tensor:
         """hidden_BLD after the final norm; row b stands at [caches[b].num_positions, +L). Caches are only
         read.
+
+        A draft with injection needs the anchors' ids, and gives its rows before the last message and the norm (see
+        ``head_rows``): its candidates are scored from these.
         """
+        anchor_ids_B = None if anchor_ids is None else torch.tensor(anchor_ids, device=self.device)
         length = noise_BLD.shape[1]
         rows = [
             self._rotary.rows(cache.num_positions, length, dtype=self.dtype, device=self.device) for cache in caches
@@ -339,7 +324,7 @@ class DraftModel(nn.Module):
                 ]
             )
 
-        return self._run(noise_BLD, rotation, attention, absorbed=True)
+        return self._run(noise_BLD, rotation, attention, anchor_ids_B, absorbed=True)
 
     def scale_logits(self, logits: Tensor) -> Tensor:
         """Draft logits of raw head outputs: the output multiplier, then the soft cap."""
@@ -358,33 +343,98 @@ class DraftModel(nn.Module):
         generator: torch.Generator | None,
         *,
         exclude_ids: Sequence[int] = (),
+        min_confidence: float = 0.0,
+        candidate_logits: CandidateLogits | None = None,
     ) -> Proposal:
         """G proposals for one block and the law they were drawn from.
 
-        ``hidden_LD`` is the whole block, anchor row included; ``logits_GV`` is the bare head on rows 1 and up
-        (multiplier and soft cap are applied here; both keep the order of ids). Temperature 0, and a model
-        without selector at any temperature, gives fixed proposals with a one-hot law; otherwise each is drawn
-        from softmax(score / temperature) over its candidates. ``exclude_ids`` are never proposed (the mask
-        id, say): any q is lossless, so nothing is lost.
+        ``hidden_LD`` is the whole block, anchor row included, as ``forward`` gave it; ``logits_GV`` is the bare head
+        on the rows that predict (multiplier and soft cap are applied here; both keep the order of ids). Temperature
+        0, and a model without selector, Markov head and injection at any temperature, gives fixed proposals with a
+        one-hot law; otherwise each is drawn from softmax(score / temperature), over its candidates or, with a Markov
+        head, over all ids. ``exclude_ids`` are never proposed (the mask id, say): any q is lossless, so nothing is
+        lost. Proposals end before the first row whose confidence is below ``min_confidence``. A draft with injection
+        needs ``candidate_logits``.
         """
-        num_proposals = hidden_LD.shape[0] - 1
-        assert logits_GV.shape[0] == num_proposals
-        if num_proposals == 0:
+        hidden_GD = hidden_LD if self.config.predicts_from_anchor else hidden_LD[1:]
+        assert logits_GV.shape[0] == hidden_GD.shape[0]
+        if len(hidden_GD) == 0:
             return Proposal(ids_G=torch.empty(0, dtype=torch.long, device=hidden_LD.device), q=None)
-        selector = self.candidate_selector
         logits_GV = logits_GV if logits_GV.dtype == torch.float64 else logits_GV.float()
-        count = 1 if selector is None else selector.top_k
-        values_GM, ids_GM = top_candidates(logits_GV, count, exclude_ids)
-        if selector is None:
-            return Proposal(ids_G=ids_GM[:, 0], q=None)
+        if self.markov_head is not None:
+            logits_GV = self.scale_logits(logits_GV)
+            if exclude_ids:
+                logits_GV = logits_GV.clone()
+                logits_GV[:, list(exclude_ids)] = -torch.inf
+            ids_G, probs_GV = chain(self.markov_head, logits_GV, hidden_GD, anchor_id, temperature, generator)
+            proposal = Proposal(ids_G, None if probs_GV is None else FullLaw(probs_GV))
+        elif self.candidate_selector is not None:
+            proposal = self._selected(hidden_GD, anchor_id, logits_GV, temperature, generator, exclude_ids)
+        elif self.injection is not None:
+            assert candidate_logits is not None, "a draft with injection scores its candidates with the head again"
+            _, ids_GM = top_candidates(logits_GV, self._num_candidates, exclude_ids)
+            rescore = self._rescore(hidden_GD, ids_GM, candidate_logits)
+            ids_G, probs_GM = rescored_walk(rescore, ids_GM, anchor_id, temperature, generator)
+            proposal = Proposal(ids_G, None if probs_GM is None else CandidateLists(ids_GM, probs_GM))
+        else:
+            proposal = Proposal(top_candidates(logits_GV, 1, exclude_ids)[1][:, 0], None)
+        if min_confidence == 0.0 or self.confidence_head is None:
+            return proposal
+        return proposal.first(self._num_confident(hidden_GD, anchor_id, proposal.ids_G, min_confidence))
+
+    @property
+    def _num_candidates(self) -> int:
+        assert self.config.injection is not None
+        return self.config.injection.top_k
+
+    def _selected(
+        self,
+        hidden_GD: Tensor,
+        anchor_id: int,
+        logits_GV: Tensor,
+        temperature: float,
+        generator: torch.Generator | None,
+        exclude_ids: Sequence[int],
+    ) -> Proposal:
+        """The selector's walk over its candidates."""
+        selector = self.candidate_selector
+        assert selector is not None
+        values_GM, ids_GM = top_candidates(logits_GV, selector.top_k, exclude_ids)
         anchor_1M = torch.full_like(ids_GM[:1], anchor_id)
         predecessors_GP = torch.cat((anchor_1M, ids_GM[:-1]))
-        edges_GPM = selector.edges(hidden_LD[1:], predecessors_GP, ids_GM)
+        edges_GPM = selector.edges(hidden_GD, predecessors_GP, ids_GM)
         scores_GPM = self.scale_logits(values_GM)[:, None, :] + edges_GPM
         path, probs_GM = walk(scores_GPM, ids_GM, temperature, generator)
         index_G1 = torch.tensor(path, device=ids_GM.device)[:, None]
         ids_G = ids_GM.gather(1, index_G1)[:, 0]
         return Proposal(ids_G=ids_G, q=None if probs_GM is None else CandidateLists(ids_GM, probs_GM))
+
+    def _rescore(self, x_GD: Tensor, ids_GM: Tensor, candidate_logits: CandidateLogits) -> Callable[..., Tensor]:
+        """Scores of a row's candidates when the last message comes from the token really proposed before."""
+        injection, last = self.injection, len(self.layers) - 1
+        assert injection is not None
+
+        def rescore(row: int, previous_id: Tensor) -> Tensor:
+            x_1D = x_GD[row][None]
+            written_1D = injection.write(
+                x_1D, injection.readout(x_1D, last), self._codes(previous_id[None], x_1D), last
+            )
+            scores_1M = candidate_logits(self.norm(written_1D), ids_GM[row][None])
+            scores_1M = self.scale_logits(scores_1M if scores_1M.dtype == torch.float64 else scores_1M.float())
+            return scores_1M[0]
+
+        return rescore
+
+    def _num_confident(self, hidden_GD: Tensor, anchor_id: int, ids_G: Tensor, least: float) -> int:
+        """How many rows stand before the first whose confidence is below ``least``."""
+        assert self.confidence_head is not None and self.config.confidence is not None
+        token_GR = None
+        if self.config.confidence.reads_token:
+            assert self.markov_head is not None
+            anchor_1 = torch.tensor([anchor_id], device=ids_G.device)
+            token_GR = self.markov_head.markov_w1.weight[torch.cat((anchor_1, ids_G[:-1]))]
+        is_low_G = ~(self.confidence_head(hidden_GD, token_GR) >= least)
+        return int((is_low_G.cumsum(dim=-1) == 0).sum())
 
 
 def _check_names(expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> None:

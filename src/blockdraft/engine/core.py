@@ -130,8 +130,10 @@ class Engine:
             raise RequestError(f"speculation is demanded, but {self.draft_off_reason}; load a draft that fits")
         if request.width is not None:
             self._check_width(request.width)
+        if request.min_confidence > 0.0:
+            self._check_confidence(request.min_confidence)
         if request.speculate is True and self.draft is not None:
-            width = min(request.width or self.draft.config.block_size, request.max_new_tokens - 1)
+            width = min(request.width or self.draft.config.max_width, request.max_new_tokens - 1)
             if width > 1 and len(request.prompt_ids) + width > self.draft.max_length:
                 raise RequestError(
                     f"speculation is demanded, but the prompt of {len(request.prompt_ids)} tokens leaves no block of "
@@ -141,9 +143,15 @@ class Engine:
     def _check_width(self, width: int) -> None:
         if self.draft is None:
             raise RequestError(f"width is {width}, but {self.draft_off_reason}; drop the width or load a draft")
-        trained = self.draft.config.block_size
+        trained = self.draft.config.max_width
         if width > trained:
             raise RequestError(f"width is {width}; the draft was trained for at most {trained}; use 2 to {trained}")
+
+    def _check_confidence(self, least: float) -> None:
+        if self.draft is None:
+            raise RequestError(f"min_confidence is {least:g}, but {self.draft_off_reason}; drop it or load a draft")
+        if self.draft.config.confidence is None:
+            raise RequestError(f"min_confidence is {least:g}; this draft has no confidence head; drop it")
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request now; its row is free at once. A finished ticket stays as it is."""
@@ -233,7 +241,7 @@ class Engine:
             reason = "the request asked for plain decoding" if request.speculate is False else self.draft_off_reason
         width = 1
         if self.draft is not None and speculates:
-            width = self.draft.config.block_size if request.width is None else request.width
+            width = self.draft.config.max_width if request.width is None else request.width
         scanner = None if self.tokenizer is None else StopScanner(self.tokenizer, request.stop_strings)
         return RunningRow(
             request=request,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from blockdraft.accept import SamplingParams, TokenLogprobs
+from blockdraft.accept import SamplingParams, TokenLogprobs, check_number
 from blockdraft.errors import RequestError
 from blockdraft.stats import RequestStats
 from blockdraft.text import check_stop
@@ -26,9 +26,11 @@ class Request:
     """One prompt to be continued.
 
     `speculate`: True demands the draft (an error where there is none), False forbids it, None uses it where there is
-    one. `width` is the block's width (anchor + proposals), from 2 to the draft's trained `block_size`; None is the
-    trained one. `stop_ids` None means the target's own end ids; an empty set means none. `num_logprobs` None reports no
-    log-probabilities, n reports the emitted id's and the n most likely ones.
+    one. `width` counts what a step lets the target score (the anchor and the proposals), from 2 to what the draft was
+    trained for: its `block_size`, or one more where its anchor's row predicts too; None is the trained one.
+    `min_confidence` ends a block's proposals before the first whose predicted acceptance is below it (DSpark's
+    confidence head; 0 never does). `stop_ids` None means the target's own end ids; an empty set means none.
+    `num_logprobs` None reports no log-probabilities, n reports the emitted id's and the n most likely ones.
     """
 
     prompt_ids: Sequence[int]
@@ -40,6 +42,7 @@ class Request:
     seed: int | None = None
     speculate: bool | None = None
     width: int | None = None
+    min_confidence: float = 0.0
     num_logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -69,6 +72,13 @@ class Request:
             _count("width", self.width, least=2)
             if self.speculate is False:
                 raise RequestError(f"width is {self.width} while speculation is off; drop one of the two")
+        object.__setattr__(
+            self, "min_confidence", check_number("min_confidence", self.min_confidence, 0.0, 1.0, "0 never cuts")
+        )
+        if self.speculate is False and self.min_confidence > 0.0:
+            raise RequestError(
+                f"min_confidence is {self.min_confidence:g} while speculation is off; drop one of the two"
+            )
         if self.num_logprobs is not None:
             _count("num_logprobs", self.num_logprobs, least=0)
 

@@ -2,20 +2,22 @@
 
 Plain decoding is the same step with width 1 and no draft. Holds no state and no policy.
 
-Letters: B rows, L block length, G = L-1 proposals, T = L positions fed to the target, N taps, E target width,
-D draft width, V vocabulary.
+Letters: B rows, L rows of the draft's block, G proposals, T = G+1 positions fed to the target, M candidates,
+N taps, E target width, D draft width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.accept import (
+    Dense,
     OneHot,
     Sparse,
     TokenLogprobs,
@@ -25,7 +27,7 @@ from blockdraft.accept import (
     logprobs,
     target_distribution,
 )
-from blockdraft.draft import DraftCache, DraftModel, Proposal
+from blockdraft.draft import CandidateLists, DraftCache, DraftModel, Proposal
 from blockdraft.engine.request import TokenKind
 from blockdraft.engine.row import RunningRow, now_s
 from blockdraft.errors import RequestError
@@ -89,18 +91,26 @@ def _propose(
     for width, indices in by_width.items():
         assert draft is not None
         anchors = [rows[i].anchor_id for i in indices]
-        noise_BLD = draft.noise(anchors, width, target.embed)
-        hidden_BLD = draft(noise_BLD, [_cache(rows[i]) for i in indices])
-        logits_BGV = _head_logits(hidden_BLD[:, 1:], target, draft)
+        caches = [_cache(rows[i]) for i in indices]
+        from_anchor = draft.config.predicts_from_anchor
+        noise_BLD = draft.noise(anchors, width - 1 if from_anchor else width, target.embed)
+        if draft.config.injection is None:
+            rows_BLD = hidden_BLD = draft(noise_BLD, caches)
+        else:
+            rows_BLD = draft(noise_BLD, caches, anchors)
+            hidden_BLD = draft.head_rows(rows_BLD, anchors)
+        logits_BGV = _head_logits(hidden_BLD if from_anchor else hidden_BLD[:, 1:], target, draft)
         for at, i in enumerate(indices):
             row = rows[i]
             proposals[i] = draft.propose(
-                hidden_BLD[at],
+                rows_BLD[at],
                 row.anchor_id,
                 logits_BGV[at],
                 row.request.sampling.temperature,
                 row.draft_generator,
                 exclude_ids=(draft.config.mask_token_id,),
+                min_confidence=row.request.min_confidence,
+                candidate_logits=partial(_candidate_logits, target=target, draft=draft),
             )
     return proposals
 
@@ -110,6 +120,13 @@ def _head_logits(hidden_BGD: Tensor, target: Target, draft: DraftModel) -> Tenso
     if draft.own_head is not None:
         return F.linear(hidden_BGD, draft.own_head)
     return target.logits(hidden_BGD.to(target.dtype))
+
+
+def _candidate_logits(hidden_GD: Tensor, ids_GM: Tensor, *, target: Target, draft: DraftModel) -> Tensor:
+    """[G, M] of the same head, of some ids of each row."""
+    if draft.own_head is not None:
+        return torch.einsum("gd,gmd->gm", hidden_GD, draft.own_head[ids_GM])
+    return target.logits(hidden_GD.to(target.dtype)).gather(1, ids_GM)
 
 
 def _cache(row: RunningRow) -> DraftCache:
@@ -142,9 +159,15 @@ def _accept(row: RunningRow, proposal: Proposal | None, logits_TV: Tensor) -> tu
     )
     if params.is_greedy:
         return accept_greedy(ids_G, decided)
-    lists = None if proposal is None else proposal.q
-    q = OneHot() if lists is None else Sparse(lists.ids_GM, lists.probs_GM)
-    return accept(ids_G, q, decided, row.accept_generator)
+    return accept(ids_G, _law(proposal), decided, row.accept_generator)
+
+
+def _law(proposal: Proposal | None) -> OneHot | Sparse | Dense:
+    """What the proposals were drawn from, as acceptance knows it."""
+    law = None if proposal is None else proposal.q
+    if law is None:
+        return OneHot()
+    return Sparse(law.ids_GM, law.probs_GM) if isinstance(law, CandidateLists) else Dense(law.probs_GV)
 
 
 def _commit(row: RunningRow, proposal: Proposal | None, num_accepted: int, next_id: int, logits_TV: Tensor) -> int:
