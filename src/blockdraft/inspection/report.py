@@ -1,0 +1,122 @@
+"""The report on a draft: one JSON-able value that holds everything `inspect` knows.
+
+Its keys are documented in docs/inspect.md. `schema` rises when a key changes its meaning or goes; new keys may come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from blockdraft.config import DraftConfig, MlaConfig
+from blockdraft.formats import zlab
+from blockdraft.inspection.costs import count_parameters, file_sizes, step_cost
+from blockdraft.inspection.engines import Facts, examine_engines
+from blockdraft.inspection.pair import examine_pair, read_target_facts
+
+SCHEMA = 1
+_DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+
+
+def inspect_checkpoint(
+    draft_path: Path | str,
+    target_path: Path | str | None = None,
+    *,
+    allow_mask_is_eos: bool = False,
+    name: str | None = None,
+    target_name: str | None = None,
+) -> dict[str, Any]:
+    """A JSON-able report on a draft (folder or bare config.json), and on its pair if a target is given.
+
+    Raises ConfigError or CheckpointError where the draft itself is not sound; a pair that does not fit is a
+    result (`pair.fits` false), not an error. `name`, `target_name`: what they are called, if not by their paths.
+    """
+    config = zlab.read_config(draft_path, allow_mask_is_eos=allow_mask_is_eos)
+    raw, folder = zlab.read_raw_config(draft_path)
+    weights = _weights(config, folder) if folder is not None else None
+    own = weights["own"] if weights is not None else []
+    target = None if target_path is None else read_target_facts(target_path)
+    facts = Facts(config=config, raw=raw, own=own, target=target)
+    return {
+        "schema": SCHEMA,
+        "draft": name or str(draft_path),
+        "dialect": "z-lab",
+        "family": config.family,
+        "architecture": zlab.config_to_dict(config)["architectures"][0],
+        "shape": _shape(config),
+        "layers": [{"window": layer.window, "is_causal": layer.is_causal} for layer in config.layers],
+        "rope": {"theta": config.rope.theta, "rope_type": config.rope.kind, **config.rope.numbers},
+        "conventions": _conventions(config, raw),
+        "parameters": count_parameters(config, own),
+        "num_tensors": len(zlab.expected_tensors(config)) + len(own),
+        "weights": weights,
+        "size_bytes": file_sizes(config, own),
+        "cost": step_cost(config),
+        "engines": examine_engines(facts),
+        "target": None if target_path is None else target_name or str(target_path),
+        "pair": None if target is None else examine_pair(config, target, own, allow_mask_is_eos=allow_mask_is_eos),
+    }
+
+
+def _shape(config: DraftConfig) -> dict[str, Any]:
+    return {
+        "block_size": config.block_size,
+        "num_proposals": config.block_size - 1,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+        "num_target_layers": config.num_target_layers,
+        "target_hidden_size": config.target_hidden_size,
+        "tap_stream": config.tap_stream,
+        "has_tap_norms": config.has_tap_norms,
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "attention": "mla" if isinstance(config.attention, MlaConfig) else "gqa",
+        **dataclasses.asdict(config.attention),
+        "softmax_scale": config.softmax_scale,
+        "max_length": config.max_position_embeddings,
+        "max_window": config.max_window,
+        "conv_kernel_size": config.conv.kernel_size if config.conv else None,
+        "conv_group_size": config.conv.group_size if config.conv else None,
+        "selector_rank": config.selector.rank if config.selector else None,
+        "selector_top_k": config.selector.top_k if config.selector else None,
+        "input_embedding_scale": config.input_embedding_scale,
+        "output_multiplier": config.output_multiplier,
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
+
+
+def _conventions(config: DraftConfig, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What files leave to convention, said outright; and which of it this file says itself."""
+    nest = raw.get("dflash_config") or {}
+    given = {**raw, **nest}
+    return {
+        "block_size_counts_anchor": True,
+        "first_proposal_row": 1,
+        "tap": "output of the layer, counted from 0; the last one before the final norm",
+        "narrower_is_prefix": all(layer.is_causal for layer in config.layers),
+        "is_causality_declared": any(given.get(key) is not None for key in ("is_causal", "causal")),
+        "is_tap_stream_declared": given.get("aux_hidden_stream") is not None,
+    }
+
+
+def _weights(config: DraftConfig, folder: Path) -> dict[str, Any] | None:
+    """What the weight files hold, checked against the config; None if the folder has only a config."""
+    if not any(folder.glob("*.safetensors*")):
+        return None
+    header = zlab.read_header(folder, config)
+    zlab.check_header(config, header)
+    optional = zlab.optional_tensors(config)
+    own = sorted(name for name in header if name in optional)
+    if (folder / zlab.MASK_EMBEDDING_FILE).is_file():
+        own.append(zlab.MASK_EMBEDDING)
+    return {
+        "num_tensors": len(header),
+        "dtypes": sorted({dtype for dtype, _ in header.values()}),
+        "size_bytes": sum(_DTYPE_BYTES[dtype] * math.prod(shape) for dtype, shape in header.values()),
+        "own": own,
+    }
