@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from blockdraft.errors import BlockdraftError, CheckpointError, ConfigError
 from blockdraft.targets import HFTarget
 from blockdraft.train.corpus import Corpus, seal_shard
 from blockdraft.train.files import file_sha256
-from blockdraft.train.identity import TargetIdentity
 from engine_kit import tiny_model
 from train_kit import facts_of, make_corpus, write_shard, written_text
 
@@ -180,11 +178,3 @@ def test_one_flipped_bit_is_noticed(folder: Path) -> None:
     (folder / "a-0000.json").write_text("{}")
     with pytest.raises(CheckpointError, match="not the seal of a shard"):
         open_corpus(folder)
-
-
-def test_another_target_than_the_writer_is_named(folder: Path) -> None:
-    facts = open_corpus(folder).facts
-    same = TargetIdentity(name="here", weights_sha256="", tokenizer_sha256="", chat_template_sha256="")
-    facts.check_target(same)
-    with pytest.raises(ConfigError, match="written by tiny; here has another weights, another chat template: name the"):
-        facts.check_target(replace(same, weights_sha256="a", chat_template_sha256="b"))

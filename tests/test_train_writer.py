@@ -360,6 +360,21 @@ def test_a_corpus_of_other_settings_or_another_target_is_refused(talker, tiny_pa
         prepare_corpus(recipe, talker, tmp_path / "c")
 
 
+def test_a_target_with_another_template_or_tokenizer_is_not_the_writer(talker, tiny_pair, tmp_path) -> None:
+    prepare_corpus(recipe_for(tmp_path), talker, tmp_path / "c")
+    facts = Corpus(tmp_path / "c", max_length=120).facts
+    facts.check_target("here", talker)
+    with pytest.raises(ConfigError, match="written by tiny; here has another weights: name the target"):
+        facts.check_target("here", tiny_pair.target)
+    other = tmp_path / "other"
+    shutil.copytree(talker, other)
+    for name, old, new in (("chat_template.jinja", "role", "role "), ("tokenizer.json", "<|mask|>", "<|hole|>")):
+        text = (other / name).read_text("utf-8")
+        (other / name).write_text(text.replace(old, new), "utf-8")
+    with pytest.raises(ConfigError, match="here has another tokenizer, another chat template"):
+        facts.check_target("here", other)
+
+
 def test_prompts_that_cannot_be_used_are_one_line(talker, tmp_path) -> None:
     for name, recipe, words in (
         (
@@ -402,7 +417,7 @@ def test_a_full_disk_leaves_the_finished_shards(talker, tmp_path, groups_of_thre
 
 # ---- several processes -----------------------------------------------------------------------------------------------
 def test_two_processes_write_what_one_writes(talker, tmp_path) -> None:
-    own = {"self_written": 140, "prompts": {"max_tokens": 6}, "text": {"max_new_tokens": 3, "batch_size": 32}}
+    own = {"self_written": 140, "prompts": {"max_tokens": 4}, "text": {"max_new_tokens": 3, "batch_size": 64}}
     recipe = recipe_for(tmp_path, **own)
     one = prepare_corpus(recipe, talker, tmp_path / "one")
     lines: list[str] = []
@@ -438,4 +453,6 @@ def test_progress_is_summed_over_workers_and_says_what_is_left(monkeypatch) -> N
     assert lines[1:] == ["answers 40/100, 200 tokens, 20 tokens/s, 0.3 min left"]
     progress(1, Event("answers", 40, 40, 0))
     progress(0, Event("answers", 60, 60, 300))
+    progress(0, Event("answers", 60, 60, 300))
+    assert len(lines) == 3
     assert lines[-1] == "answers 100/100, 300 tokens, 30 tokens/s, 0.0 min left"

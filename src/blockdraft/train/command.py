@@ -6,6 +6,7 @@ interrupted call stopped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import time
@@ -55,11 +56,15 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """Where a run stands. `draft` is the folder of the exported drafter, None before the last step."""
+    """Where a run stands. `draft` is the folder of the exported drafter, None before the last step.
+
+    `is_main`: of several processes this one speaks for the run.
+    """
 
     step: int
     num_steps: int
     draft: Path | None
+    is_main: bool
 
 
 def run_training(
@@ -87,6 +92,7 @@ def run_training(
         recipe = replace(recipe, target=replace(recipe.target, name=str(target)))
     parallel = Parallel.from_env(resolve_device(recipe.optim).type)
     with parallel.together():
+        parallel.check_sharding(recipe.optim.sharding)
         say = on_progress if on_progress is not None and parallel.is_main else _silent
         run = _Run(recipe, out, parallel, say)
         if has_gates:
@@ -96,8 +102,8 @@ def run_training(
         draft = None
         if trainer.step >= recipe.optim.num_steps:
             draft = parallel.on_main(lambda: run.export(trainer, commit=commit))
-    parallel.close()
-    return TrainingRun(step=trainer.step, num_steps=recipe.optim.num_steps, draft=draft)
+        parallel.close()
+    return TrainingRun(step=trainer.step, num_steps=recipe.optim.num_steps, draft=draft, is_main=parallel.is_main)
 
 
 class _Run:
@@ -106,7 +112,8 @@ class _Run:
     def __init__(self, recipe: Recipe, out: Path, parallel: Parallel, say: Say) -> None:
         self.recipe, self.out, self.parallel, self.say = recipe, out, parallel, say
         self.started = time.perf_counter()
-        self.folder = parallel.on_main(self._target_folder)
+        with parallel.main_first():
+            self.folder = self._target_folder()
         facts = read_target_facts(self.folder)
         recipe.target.check_facts(facts)
         self.config: DraftConfig = recipe.draft.config(facts)
@@ -132,8 +139,10 @@ class _Run:
     # ---- before the first step -----------------------------------------------------------------------------------
     def pass_gates(self) -> None:
         """Every gate of the trainer on this draft's shape, before a run's first step."""
-        if (self.out / STATE_FILE).is_file() or not self.parallel.is_main:
-            return
+        if not (self.out / STATE_FILE).is_file():
+            self.parallel.on_main(self._check_gates)
+
+    def _check_gates(self) -> None:
         found: list[GateResult] = []
         check_gates(self.config, recipe=self.recipe, seed=self.recipe.seed, on_gate=found.append)
         self.say(f"gates: {len(found)} passed in {sum(gate.seconds for gate in found):.1f} s")
@@ -149,6 +158,7 @@ class _Run:
             )
             self._add_time("corpus_s", time.perf_counter() - started)
         text = Corpus(self.corpus_folder, max_length=recipe.max_length)
+        text.facts.check_target(recipe.target.name, self.folder)
         found: CorpusSource = text
         if recipe.text.features == "online":
             found = OnlineCorpus(text, self.target, target_layer_ids=self.config.target_layer_ids)
@@ -171,7 +181,7 @@ class _Run:
     # ---- the run itself ------------------------------------------------------------------------------------------
     def train(self, trainer: Trainer, *, stop_after: int | None, tracker: str | None) -> None:
         """Up to the last step, with evaluations, progress, and the tracker if one is named."""
-        evaluation, optim = self.recipe.evaluation, self.recipe.optim
+        evaluation = self.recipe.evaluation
         is_main = self.parallel.is_main
         evaluator = self._evaluator() if is_main and evaluation.num_prompts else None
         tracking = None
@@ -187,11 +197,11 @@ class _Run:
             append_line(self.out / EVALUATIONS_FILE, {"step": trainer.step, **result.to_json()})
             return result.acceptance_length
 
-        with TrainingProgress(
-            optim.num_steps, say=self.say, start_step=trainer.step, evaluate_every=evaluation.every_steps
-        ) as progress:
+        with contextlib.ExitStack() as stack:
+            progress = self._progress(trainer.step, stack) if is_main else None
 
             def on_step(metrics: dict[str, Any]) -> None:
+                assert progress is not None
                 progress(metrics)
                 if tracking is not None:
                     tracking(metrics)
@@ -199,15 +209,17 @@ class _Run:
             started = time.perf_counter()
             try:
                 has_prompts = bool(evaluation.num_prompts)
-                trainer.run(
-                    on_step=on_step if is_main else None,
-                    on_evaluate=on_evaluate if has_prompts else None,
-                    stop_after=stop_after,
-                )
+                trainer.run(on_step=on_step, on_evaluate=on_evaluate if has_prompts else None, stop_after=stop_after)
             finally:
                 self._add_time("training_s", time.perf_counter() - started)
                 if tracking is not None:
                     tracking.close()
+
+    def _progress(self, step: int, stack: contextlib.ExitStack) -> TrainingProgress:
+        every = self.recipe.evaluation.every_steps
+        return stack.enter_context(
+            TrainingProgress(self.recipe.optim.num_steps, say=self.say, start_step=step, evaluate_every=every)
+        )
 
     def _evaluator(self) -> Evaluator:
         path, evaluation = self.corpus_folder / HELD_OUT_FILE, self.recipe.evaluation

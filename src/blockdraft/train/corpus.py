@@ -75,11 +75,6 @@ class CorpusBatch:
     len_B: Tensor
     last_BSE: Tensor | None = None
 
-    @property
-    def prompt_len_B(self) -> Tensor:
-        """Number of tokens before the first one that the target wrote."""
-        return self.written_BS.int().argmax(1)
-
 
 class CorpusSource(Protocol):
     """What the trainer asks of a corpus, whether its taps are stored or computed."""

@@ -10,9 +10,10 @@ from typing import Any
 
 from blockdraft.config import DraftConfig, require_int
 from blockdraft.errors import CheckpointError, ConfigError
+from blockdraft.text import load_tokenizer
 from blockdraft.train.checks import require_one_of
 from blockdraft.train.files import write_text_atomically
-from blockdraft.train.identity import TargetIdentity
+from blockdraft.train.identity import identify
 from blockdraft.train.recipe import differing_keys
 
 __all__ = ["FACTS_FILE", "CorpusFacts"]
@@ -118,9 +119,15 @@ class CorpusFacts:
                 "write a corpus for this recipe and target, or name the ones it was made for"
             )
 
-    def check_target(self, identity: TargetIdentity) -> None:
-        """Nothing; a ConfigError if the target at hand is not the one that wrote this corpus, saying in what."""
-        wrong = [words for name, words in _HASHES.items() if getattr(self, name) != getattr(identity, name)]
+    def check_target(self, name: str, folder: Path) -> None:
+        """Nothing; a ConfigError if the target in `folder` is not the one that wrote this corpus, saying in what.
+
+        A corpus that records no hashes (one made by hand) cannot be told apart here.
+        """
+        if not any(getattr(self, entry) for entry in _HASHES):
+            return
+        identity = identify(name, folder, load_tokenizer(folder))
+        wrong = [words for entry, words in _HASHES.items() if getattr(self, entry) != getattr(identity, entry)]
         if wrong:
             raise ConfigError(
                 f"the corpus was written by {self.target}; {identity.name} has another {', another '.join(wrong)}: "

@@ -88,12 +88,13 @@ def run_corpus(
 
 
 class ProgressLines:
-    """One line every five seconds, and one at a phase's end: what is done over all workers, and the time left."""
+    """A line at a phase's start, every five seconds and at its end: what is done over all workers, and the time left."""
 
     def __init__(self, num_workers: int, say: Callable[[str], None] | None) -> None:
         self.num_workers, self.say = num_workers, say
         self._phases: dict[str, dict[int, Event]] = {}
         self._begun: dict[str, tuple[float, int]] = {}
+        self._ended: set[str] = set()
         self._said = 0.0
 
     def __call__(self, worker: int, event: Event) -> None:
@@ -104,10 +105,13 @@ class ProgressLines:
             return
         now = time.monotonic()
         done, total, tokens = (sum(getattr(e, name) for e in latest.values()) for name in ("done", "total", "tokens"))
+        is_first = event.phase not in self._begun
         since, done_before = self._begun.setdefault(event.phase, (now, done))
-        is_last = done == total and event.done > 0
-        if not is_last and now - self._said < LINE_EVERY_S:
+        is_last = done == total and event.phase not in self._ended
+        if not is_first and not is_last and now - self._said < LINE_EVERY_S:
             return
+        if is_last:
+            self._ended.add(event.phase)
         self._said = now
         line = f"{event.phase} {done}/{total}"
         if done > done_before and now > since:
