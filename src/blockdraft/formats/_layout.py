@@ -167,12 +167,19 @@ class Layout:
         return Checkpoint(config=config, tensors=tensors)
 
     def write(
-        self, folder: Path | str, checkpoint: Checkpoint, *, dtype: str | None = "bfloat16", overwrite: bool = False
+        self,
+        folder: Path | str,
+        checkpoint: Checkpoint,
+        *,
+        dtype: str | None = "bfloat16",
+        overwrite: bool = False,
+        verify: Callable[[Path], None] | None = None,
     ) -> None:
         """Write the folder: all of it or nothing, by a temporary folder that is renamed at the end.
 
         `dtype` names the stored type (bfloat16, float16, float32, float64); None keeps each tensor's own.
-        `overwrite` replaces a folder that holds nothing but an earlier checkpoint.
+        `overwrite` replaces a folder that holds nothing but an earlier checkpoint. `verify` is called with the
+        written folder before it takes its place; if it raises, nothing is kept.
         """
         folder = Path(folder)
         tensors, stored = self._prepared(checkpoint, dtype)
@@ -186,6 +193,8 @@ class Layout:
             mask = tensors.pop(MASK_EMBEDDING, None)
             named = {self.stored_name(name): tensor.clone() for name, tensor in tensors.items()}
             _write_files(fresh, named, raw, mask, checkpoint.config.mask_token_id)
+            if verify is not None:
+                verify(fresh)
             if folder.exists():
                 os.rename(folder, old)
             os.rename(fresh, folder)
