@@ -63,7 +63,6 @@ def tiny(root: Path, *, is_v2: bool) -> Case:
     zeros = dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"), 0)
     recipe = make_recipe(
         draft={"mask_token_id": VOCAB - 1, **({} if is_v2 else zeros)},
-        loss={} if is_v2 else {"selector_weight": 0.0, "selector_start_step": 0},
         optim={"num_steps": 60},
     )
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
