@@ -61,7 +61,7 @@ def test_a_recurrent_family_that_nobody_listed_is_refused_by_its_cache(
     model = AutoModelForCausalLM.from_config(tiny_config(family, **RECURRENT[family]))
     real = TargetFacts.from_config
     monkeypatch.setattr("blockdraft.config._is_recurrent", lambda _text: False)
-    monkeypatch.setattr("blockdraft.config._RECURRENT_MODEL_TYPES", frozenset())
+    monkeypatch.setattr("blockdraft.config.pairing._RECURRENT_MODEL_TYPES", frozenset())
     monkeypatch.setattr(type(model), "_is_stateful", False)
     assert not real(model.config.to_dict()).is_recurrent
     with pytest.raises(PairError, match=rf"'{family}'.*layer state of the kind \w*Linear\w*"):
@@ -72,7 +72,7 @@ def test_a_recurrent_family_that_nobody_listed_is_refused_by_its_cache(
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "rwkv"])
 def test_a_model_that_takes_no_key_value_cache_is_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(family, **RECURRENT[family]))
-    monkeypatch.setattr("blockdraft.config._RECURRENT_MODEL_TYPES", frozenset())
+    monkeypatch.setattr("blockdraft.config.pairing._RECURRENT_MODEL_TYPES", frozenset())
     monkeypatch.setattr("blockdraft.config._is_recurrent", lambda _text: False)
     monkeypatch.setattr(type(model), "_is_stateful", False)
     model.config.max_position_embeddings = 64
