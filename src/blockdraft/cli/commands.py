@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -38,6 +39,7 @@ def train(
         raise RequestError("--json is for --plan; a run keeps its numbers in OUT/metrics.jsonl")
     if out is None and not plan:
         raise RequestError("give --out FOLDER, where the run goes; --plan only shows what it would be")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is first imported
     from blockdraft.train.overrides import resolve_recipe
 
     resolved = resolve_recipe(recipe, changes or [])
@@ -49,10 +51,17 @@ def train(
         print(json.dumps(made.to_dict(), indent=1) if as_json else made.to_text(), end="\n" if as_json else "")
         return
     from blockdraft.train.command import run_training
+    from blockdraft.train.parallel import OtherProcessFailed
 
     assert out is not None
-    done = run_training(resolved, corpus, target, out, stop_after=stop_after, has_gates=not no_gates, on_progress=note)
-    print(f"step {done.step} of {done.num_steps}" if done.draft is None else f"drafter {done.draft}")
+    try:
+        done = run_training(
+            resolved, corpus, target, out, stop_after=stop_after, has_gates=not no_gates, on_progress=note
+        )
+    except OtherProcessFailed:  # the process that failed has printed why
+        raise typer.Exit(2) from None
+    if done.is_main:
+        print(f"step {done.step} of {done.num_steps}" if done.draft is None else f"drafter {done.draft}")
 
 
 def corpus(
