@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,41 +22,10 @@ from blockdraft.config import (
 )
 from blockdraft.formats import zlab
 
-QWEN_V2: dict[str, Any] = {
-    "architectures": ["DFlash2DraftModel"],
-    "model_type": "qwen3",
-    "dtype": "bfloat16",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-06,
-    "vocab_size": 248320,
-    "max_position_embeddings": 262144,
-    "rope_parameters": {"rope_theta": 10000000, "rope_type": "default"},
-    "layer_types": ["sliding_attention"] * 5,
-    "sliding_window": 2048,
-    "use_sliding_window": True,
-    "max_window_layers": 5,
-    "is_causal": False,
-    "num_target_layers": 64,
-    "tie_word_embeddings": False,
-    "block_size": 8,
-    "dflash_config": {
-        "block_size": 8,
-        "mask_token_id": 248070,
-        "target_layer_ids": [5, 19, 33, 47, 61],
-        "conv_kernel_size": 2,
-        "conv_group_size": 16,
-        "selector_rank": 256,
-        "selector_top_k": 16,
-    },
-}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.published import K3_FIVE_LAYERS, K3_SIX_LAYERS, K31, KIMI_V1, QWEN_V2  # noqa: F401
+
 QWEN_V1: dict[str, Any] = {
     **QWEN_V2,
     "architectures": ["DFlashDraftModel"],
@@ -63,104 +34,6 @@ QWEN_V1: dict[str, Any] = {
     "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61]},
 }
 del QWEN_V1["is_causal"]
-KIMI_V1: dict[str, Any] = {
-    "architectures": ["DFlashDraftModel"],
-    "model_type": "qwen3",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-06,
-    "vocab_size": 163840,
-    "max_position_embeddings": 262144,
-    "rope_theta": 50000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 64.0,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-    "num_target_layers": 61,
-    "dflash_config": {"block_size": 8, "mask_token_id": 163838, "target_layer_ids": [1, 12, 24, 35, 47, 58]},
-}
-# lightseekorg/kimi-k3-dflash2, the revision of six layers; its file also carries embed_tokens.weight.
-K3_SIX_LAYERS: dict[str, Any] = {
-    "architectures": ["DFlash2DraftModel"],
-    "model_type": "qwen3",
-    "torch_dtype": "bfloat16",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 163584,
-    "eos_token_id": 163586,
-    "pad_token_id": 163839,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "mla_use_output_gate": False,
-    "vocab_size": 163840,
-    "draft_vocab_size": 163840,
-    "rms_norm_eps": 1e-05,
-    "max_position_embeddings": 1048576,
-    "num_target_layers": 93,
-    "fc_norm": False,
-    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-    "is_causal": False,
-    "use_sliding_window": True,
-    "sliding_window": 4096,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 32768,
-        "rope_theta": 50000.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-    "tie_word_embeddings": False,
-    "dflash_config": {
-        "attention_mode": "mla",
-        "block_size": 8,
-        "conv_group_size": 16,
-        "conv_kernel_size": 2,
-        "mask_token_id": 163592,
-        "selector_rank": 256,
-        "selector_top_k": 16,
-        "target_layer_ids": [19, 37, 54, 66, 78, 90],
-    },
-}
-# The same, the revision of five layers.
-K3_FIVE_LAYERS: dict[str, Any] = {
-    **K3_SIX_LAYERS,
-    "num_hidden_layers": 5,
-    "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
-    "dflash_config": {**K3_SIX_LAYERS["dflash_config"], "target_layer_ids": [19, 37, 66, 78, 90]},
-}
-# RadixArk/Kimi-K3.1-Dflash2-Preview as its card describes it: heads, windows, causal blocks, 32 candidates. The card
-# names neither taps nor mask nor rope: those here are the ones of the drafter above, and no size depends on them.
-K31: dict[str, Any] = {
-    **K3_SIX_LAYERS,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 96,
-    "layer_types": ["sliding_attention"] * 5,
-    "is_causal": True,
-    "sliding_window": 1024,
-    "dflash_config": {**K3_SIX_LAYERS["dflash_config"], "selector_top_k": 32},
-}
 TINY_V2: dict[str, Any] = {
     "architectures": ["DFlash2DraftModel"],
     "model_type": "qwen3",

@@ -5,7 +5,7 @@ Owns: the report, its schema and its text. Must not know: torch, weights (header
 
 from __future__ import annotations
 
-from blockdraft.inspection.costs import REFERENCE_CONTEXT, cache_bytes, count_parameters, step_cost
+from blockdraft.inspection.costs import REFERENCE_CONTEXT, cache_bytes, count_parameters, file_sizes, step_cost
 from blockdraft.inspection.pair import read_target_facts
 from blockdraft.inspection.report import SCHEMA, inspect_checkpoint
 from blockdraft.inspection.text import render_text
@@ -15,6 +15,7 @@ __all__ = [
     "SCHEMA",
     "cache_bytes",
     "count_parameters",
+    "file_sizes",
     "inspect_checkpoint",
     "read_target_facts",
     "render_text",
