@@ -148,6 +148,16 @@ def test_metrics_are_split_and_a_torn_last_line_is_left_out(run_folder: Path) ->
     assert [line["step"] for line in evaluations] == [50, 100, 150, 200]
 
 
+def test_an_evaluation_s_interval_comes_from_its_own_file(run_folder: Path) -> None:
+    found = [{"step": step, "acceptance_length": {"estimate": 2.0, "low": 1.8, "high": 2.2 + run}, "positions": []}
+             for run, step in ((0, 50), (1, 50), (0, 999))]  # fmt: skip
+    (run_folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
+    _, evaluations = read_metrics(run_folder)
+    assert evaluations[0]["acceptance_length"] == {"estimate": 2.0, "low": 1.8, "high": 3.2}  # the latest of step 50
+    assert evaluations[0]["best_step"] == 50 and isinstance(evaluations[1]["acceptance_length"], float)
+    assert len(evaluations) == 4
+
+
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"loss": 1.0}', '{"step": "x"}'])
 def test_damaged_metrics_are_named_by_their_line(tmp_path: Path, line: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(step_line(1))}\n{line}\n")
@@ -310,7 +320,7 @@ def test_every_number_of_the_card_is_in_a_file(draft_folder: Path) -> None:
     assert not any(word in render_card({}, [], name="n") for word in ("##  ", "None", "nan"))
 
 
-def test_an_evaluation_of_the_run_is_shown_too() -> None:
+def test_an_evaluation_of_the_run_is_shown_too(draft_folder: Path) -> None:
     found = {
         "acceptance_length": {"estimate": 2.0, "low": 1.5, "high": 2.5},
         "base_acceptance_length": 1.9,
@@ -321,7 +331,8 @@ def test_an_evaluation_of_the_run_is_shown_too() -> None:
         "num_prompts": 8,
         "width": 5,
     }
-    text = render_card({}, [found], name="n")
+    (draft_folder / "run.json").write_text("{}")
+    text = write_card(draft_folder, [found]).read_text("utf-8")
     assert "| 8 held-out prompts, width 5, greedy |  |" in text
     assert "| acceptance length [95 %] | 2.00 [1.50, 2.50] |" in text
     assert "| best path in its lists, at the same steps | 3.25 |" in text

@@ -28,15 +28,15 @@ _SET_NAMES = {
 }
 
 
-def write_card(draft: Path, results: Sequence[Path] = ()) -> Path:
-    """Write `draft`/README.md from `draft`/run.json and the result files; returns its path.
+def write_card(draft: Path, results: Sequence[Path | Mapping[str, Any]] = ()) -> Path:
+    """Write `draft`/README.md from `draft`/run.json and the results; returns its path.
 
-    A result is what benchmarks.acceptance wrote, or the JSON of an evaluation in training.
+    A result is what benchmarks.acceptance wrote, or the JSON of an evaluation in training: a file, or its content.
     """
     run = _read(draft / RUN_FILE, "the record of a run")
-    found = [_read(path, "a result") for path in results]
-    for path, result in zip(results, found, strict=True):
-        _check_same_weights(draft, path, result)
+    found = [_read(given, "a result") if isinstance(given, Path) else given for given in results]
+    for given, result in zip(results, found, strict=True):
+        _check_same_weights(draft, str(given) if isinstance(given, Path) else "a result", result)
     try:
         text = render_card(run, found, name=draft.resolve().name)
     except (KeyError, TypeError) as error:
@@ -195,13 +195,13 @@ def _read(path: Path, what: str) -> dict[str, Any]:
     return content
 
 
-def _check_same_weights(draft: Path, path: Path, result: Mapping[str, Any]) -> None:
+def _check_same_weights(draft: Path, name: str, result: Mapping[str, Any]) -> None:
     """Nothing; a CheckpointError for a file that is no result, or one of other weights."""
     if "acceptance_length" in result and "miss_rate" in result:
         return
     digests = result.get("draft_file_sha256")
     if "rows" not in result or not isinstance(digests, Mapping):
-        raise CheckpointError(f"{path} is no result; give acceptance.json, or an evaluation's JSON")
+        raise CheckpointError(f"{name} is no result; give acceptance.json, or an evaluation's JSON")
     own = hashlib.sha256((draft / _WEIGHTS).read_bytes()).hexdigest()
     if digests.get(_WEIGHTS) != own:
-        raise CheckpointError(f"{path} was measured with another drafter than {draft}; measure this one")
+        raise CheckpointError(f"{name} was measured with another drafter than {draft}; measure this one")

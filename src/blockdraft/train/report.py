@@ -1,4 +1,4 @@
-"""The figure of a run: losses and acceptance against steps, from metrics.jsonl and nothing else.
+"""The figure of a run: losses and acceptance against steps, from metrics.jsonl and evaluations.jsonl alone.
 
 Owns what is drawn. matplotlib comes with the extra `train`; without it there is no figure, and one line says so.
 """
@@ -16,6 +16,7 @@ from blockdraft.train.state import METRICS_FILE
 __all__ = ["FIGURE_FILE", "draw_figure", "read_metrics"]
 
 FIGURE_FILE = "training.png"
+EVALUATIONS_FILE = "evaluations.jsonl"
 INSTALL = 'pip install "blockdraft[train]"'
 _LOSSES = {"loss": ("head", "C0"), "selector_loss": ("selector", "C1")}
 _LENGTHS = {
@@ -27,10 +28,22 @@ _MEAN_OVER = 40  # the smoothed line is a mean over a 40th of the steps
 
 
 def read_metrics(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(lines of steps, lines of evaluations) of a run's folder. A torn last line is left out."""
+    """(lines of steps, lines of evaluations) of a run's folder. A torn last line is left out.
+
+    Where evaluations.jsonl has the evaluation of a step, its acceptance length comes with its interval.
+    """
     path = folder / METRICS_FILE
     if not path.is_file():
         raise CheckpointError(f"{folder}: no {METRICS_FILE}, so no step of a run; name the folder of a run")
+    steps, evaluations = _read_lines(path)
+    whole = folder / EVALUATIONS_FILE
+    lengths = {line["step"]: line["acceptance_length"] for line in (_read_lines(whole)[1] if whole.is_file() else ())}
+    for line in evaluations:
+        line["acceptance_length"] = lengths.get(line["step"]) or line["acceptance_length"]
+    return steps, evaluations
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines() if text.endswith("\n") else text.splitlines()[:-1]
     steps: list[dict[str, Any]] = []
