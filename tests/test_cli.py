@@ -309,6 +309,7 @@ OPTIONS = {
     "train": ["--out", "--target", "--corpus", "--plan", "--json", "--stop-after", "--threads", "--no-gates"],
     "corpus": ["--out", "--target", "--threads"],
     "inspect": ["--target", "--json", "--allow-mask-is-eos"],
+    "convert": ["--to", "--target", "--dtype", "--overwrite", "--allow-mask-is-eos"],
     "pull": ["--check"],
 }
 

@@ -18,6 +18,7 @@ import typer
 
 from blockdraft import __version__
 from blockdraft.cli import commands
+from blockdraft.cli.convert import convert
 from blockdraft.cli.generate import generate
 from blockdraft.errors import BlockdraftError
 
@@ -32,6 +33,7 @@ app.command()(generate)
 app.command()(commands.train)
 app.command()(commands.corpus)
 app.command()(commands.inspect)
+app.command()(convert)
 app.command()(commands.pull)
 
 # typer does not export the base of everything it says about a wrong command line; its child it does.

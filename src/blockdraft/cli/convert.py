@@ -1,0 +1,45 @@
+"""`blockdraft convert`: a draft in another dialect. One library call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a draft, in any dialect.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Where the converted draft goes.")],
+    to: Annotated[str, typer.Option("--to", metavar="DIALECT", help="z-lab, speculators, transformers or torchspec.")],
+    target: Annotated[
+        str | None, typer.Option(help="Target: folder, config.json or hub id; for what SRC does not state of it.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Stored type of every tensor. Without it, each keeps its own.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier checkpoint in DST.")] = False,
+    allow_mask_is_eos: Annotated[
+        bool, typer.Option("--allow-mask-is-eos", help="Accept a draft whose mask id also ends or pads a text.")
+    ] = False,
+) -> None:
+    """Write a draft in another dialect and read it back; what the dialect cannot express is refused."""
+    from blockdraft.formats.convert import convert as convert_checkpoint
+    from blockdraft.formats.source import locate
+
+    facts = None
+    if target is not None:
+        from blockdraft.inspection import read_target_facts
+
+        facts = read_target_facts(locate(target, what="target", config_only=True))
+    done = convert_checkpoint(
+        locate(source, what="draft"),
+        destination,
+        to,
+        dtype=dtype,
+        overwrite=overwrite,
+        allow_mask_is_eos=allow_mask_is_eos,
+        target=facts,
+    )
+    what = f"{done.num_tensors} tensors ({', '.join(done.dtypes)}), {done.source_dialect} -> {done.dialect}"
+    print(f"{destination}: {what}, read back and equal")
