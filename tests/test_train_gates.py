@@ -6,6 +6,7 @@ and selector included), numbers float64, so equality means equality.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from blockdraft.config import DraftConfig, GqaConfig, LayerConfig, MlaConfig, RopeConfig, TargetFacts
 from blockdraft.draft import DraftModel
-from blockdraft.draft import model as draft_model
 from blockdraft.draft.conv import BlockConv, convolve
+from blockdraft.draft.model import Layer
 from blockdraft.engine import Engine, Request
 from blockdraft.errors import ConfigError
 from blockdraft.train import blocks as train_blocks
@@ -157,7 +158,7 @@ def conv_across_blocks(patch) -> None:
     def across(x_BLD, kernel_BLWUY):
         return convolve(x_BLD.flatten(0, 1)[None], kernel_BLWUY.flatten(0, 1)[None])[0].view_as(x_BLD)
 
-    patch.setattr(draft_model, "convolve", across)
+    patch.setattr(sys.modules[Layer.__module__], "convolve", across)
 
 
 def context_centred(patch) -> None:
