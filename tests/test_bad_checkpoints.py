@@ -140,7 +140,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     # class and parts
     ({"architectures": ["DFlashDraftModel"]}, "DFlash2DraftModel would fit"),
     ({"nest_selector_rank": ...}, "DFlash2DraftModel needs selector_rank"),
-    ({"architectures": ["Qwen3DSparkModel"]}, "architectures is Qwen3DSparkModel"),
+    ({"architectures": ["Qwen3DSparkModel"]}, "architectures says Qwen3DSparkModel but conv_kernel_size"),
     ({"architectures": "DFlash2DraftModel"}, "architectures is 'DFlash2DraftModel'"),
 ]
 

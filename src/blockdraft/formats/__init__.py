@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from blockdraft.config import DraftConfig, TargetFacts
 from blockdraft.errors import CheckpointError, ConfigError
-from blockdraft.formats import native, speculators, torchspec, zlab
+from blockdraft.formats import dspark, native, speculators, torchspec, zlab
 from blockdraft.formats._layout import Checkpoint, Layout, read_raw_config
 from blockdraft.formats._safetensors import list_entries
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["DIALECTS", "Checkpoint", "Layout", "find_dialect", "read", "read_config", "read_header", "write"]
 
 DIALECTS: Mapping[str, Layout] = {
-    layout.name: layout for layout in (zlab.LAYOUT, speculators.LAYOUT, native.LAYOUT, torchspec.LAYOUT)
+    layout.name: layout
+    for layout in (zlab.LAYOUT, speculators.LAYOUT, native.LAYOUT, torchspec.LAYOUT, dspark.DEEPSPEC, dspark.KIMI)
 }
 
 

@@ -21,6 +21,8 @@ from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats._safetensors import WEIGHTS, Entry, list_entries, read_json
 from blockdraft.formats._zlab_tensors import (
     MASK_EMBEDDING,
+    TRANSFER_CODES,
+    TRANSFER_READY,
     check_header,
     optional_tensors,
     some,
@@ -161,7 +163,7 @@ class Layout:
         tensors = _load(entries)
         if has_mask_embedding_file(folder):
             tensors[MASK_EMBEDDING] = _read_mask_embedding(folder / MASK_EMBEDDING_FILE, config)
-        _check_finite(tensors)
+        _check_values(tensors)
         if dtype is not None:
             tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         return Checkpoint(config=config, tensors=tensors)
@@ -192,6 +194,8 @@ class Layout:
             fresh.mkdir()
             mask = tensors.pop(MASK_EMBEDDING, None)
             named = {self.stored_name(name): tensor.clone() for name, tensor in tensors.items()}
+            if TRANSFER_CODES in tensors:
+                named[TRANSFER_READY] = tensors[TRANSFER_CODES].any()
             _write_files(fresh, named, raw, mask, checkpoint.config.mask_token_id)
             if verify is not None:
                 verify(fresh)
@@ -215,7 +219,7 @@ class Layout:
         kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
         header = {name: (names.get(kinds[name], kinds[name]), tuple(tensor.shape)) for name, tensor in tensors.items()}
         self.check(checkpoint.config, header)
-        _check_finite(tensors)
+        _check_values(tensors)
         return tensors, kinds["fc.weight"]
 
 
@@ -269,10 +273,12 @@ def _part(stream: Any, entry: Entry) -> torch.Tensor:
     return stream.get_slice(entry.name)[begin:end]
 
 
-def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_values(tensors: Mapping[str, torch.Tensor]) -> None:
     bad = sorted(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
     if bad:
         raise CheckpointError(f"{len(bad)} tensors hold NaN or infinity: {some(bad)}; the checkpoint is damaged")
+    if TRANSFER_CODES in tensors and not bool(tensors[TRANSFER_CODES].any()):
+        raise CheckpointError(f"{TRANSFER_CODES} holds only zeros: its codes were never made from the target's head")
 
 
 def _read_mask_embedding(file: Path, config: DraftConfig) -> torch.Tensor:

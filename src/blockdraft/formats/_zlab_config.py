@@ -1,4 +1,4 @@
-"""The config.json of z-lab drafts: one strict resolver, and its inverse.
+"""The config.json of z-lab drafts and of DSpark and DSpine, which share its keys: one strict resolver, and its inverse.
 
 Owns: what the fields mean together, and defaults. Must not know: tensors, weight files, maths.
 """
@@ -11,6 +11,7 @@ from typing import Any
 from blockdraft.config import (
     ConvConfig,
     DraftConfig,
+    Family,
     LayerConfig,
     MlaConfig,
     RopeConfig,
@@ -23,9 +24,27 @@ from blockdraft.config import (
 from blockdraft.errors import ConfigError
 from blockdraft.formats._zlab_attention import attention_from_fields, attention_to_dict
 from blockdraft.formats._zlab_fields import Fields, same
+from blockdraft.formats._zlab_heads import heads_from_fields, injection_to_dict, spark_to_dict
 from blockdraft.formats._zlab_keys import is_on, is_one
 
-CLASS_OF_FAMILY = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+CLASS_OF_FAMILY: Mapping[str, str] = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "DSparkDraftModel",
+    "dspine": "DSpineDraftModel",
+}
+_FAMILY_OF_CLASS: Mapping[str, Family] = {
+    "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash2",
+    "DSparkDraftModel": "dspark",
+    "Qwen3DSparkModel": "dspark",
+    "DSpineDraftModel": "dspine",
+}
+# Classes whose layers are others than the ones here.
+_OTHER_CLASSES = {
+    "Gemma4DSparkModel": "its layers have norms before and behind each sublayer and an unscaled softmax",
+    "DeepseekV4DSparkModel": "its layers are those of DeepSeek-V4",
+}
 _MAX_LAYERS = 1000
 STAND_ALONE = "this is a stand-alone model, not a draft: pass it as --target"
 
@@ -43,10 +62,11 @@ def config_from_dict(
     """
     if not isinstance(raw, Mapping):
         raise ConfigError(f"the config is a {type(raw).__name__}: it must be an object")
-    is_v2 = _declared_class(raw) == CLASS_OF_FAMILY["dflash2"]
+    declared = _declared_class(raw)
+    family = _FAMILY_OF_CLASS[declared]
     fields = Fields(raw)
     if raw.get("model_type") not in (None, "qwen3"):
-        raise ConfigError(f"model_type is {raw['model_type']!r}: a z-lab draft has model_type 'qwen3'")
+        raise ConfigError(f"model_type is {raw['model_type']!r}: a {declared} has model_type 'qwen3'")
     if raw.get("hidden_act") not in (None, "silu"):
         raise ConfigError(f"hidden_act is {raw['hidden_act']!r}: supported is 'silu'")
     hidden_size = require_int("hidden_size", fields.require_top("hidden_size"))
@@ -62,7 +82,8 @@ def config_from_dict(
         raise ConfigError(
             f"draft_vocab_size is {draft_vocab_size!r}: supported is the full vocabulary, vocab_size {vocab_size}"
         )
-    conv, selector = _parts(fields, is_v2)
+    conv, selector = _parts(fields, declared)
+    heads = heads_from_fields(fields, family)
     config = DraftConfig(
         hidden_size=hidden_size,
         intermediate_size=fields.require_top("intermediate_size"),
@@ -70,9 +91,11 @@ def config_from_dict(
         rms_norm_eps=fields.require_top("rms_norm_eps"),
         max_position_embeddings=fields.require_top("max_position_embeddings"),
         attention=attention_from_fields(fields, hidden_size, num_layers),
-        layers=_layers(fields, num_layers),
+        layers=_layers(fields, num_layers, is_causal=family == "dspine"),
         rope=_rope(raw),
-        block_size=fields.require("block_size", "it is the width of the block, anchor included; there is no default"),
+        block_size=fields.require(
+            "block_size", "it counts the rows of the block, anchor included; there is no default"
+        ),
         mask_token_id=fields.require("mask_token_id", "give the id of the mask token; there is no default"),
         target_layer_ids=_taps(fields, target_hidden_size, fc_shape),
         num_target_layers=fields.require("num_target_layers", "give the number of layers of the target"),
@@ -84,6 +107,10 @@ def config_from_dict(
         final_logit_softcapping=_softcap(fields.pick("final_logit_softcapping")),
         has_tap_norms=_or(fields.pick("fc_norm"), False),
         tap_stream=_or(fields.pick("aux_hidden_stream"), "prefix"),
+        predicts_from_anchor=heads.predicts_from_anchor,
+        markov=heads.markov,
+        confidence=heads.confidence,
+        injection=heads.injection,
     )
     if not allow_mask_is_eos:
         _check_mask_role(raw, config.mask_token_id)
@@ -98,33 +125,39 @@ def _declared_class(raw: Mapping[str, Any]) -> str:
     names: Any = raw.get("architectures")
     if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)):
         raise ConfigError(f"architectures is {names!r}: it must be a list of class names")
-    known = [name for name in names or [] if name in CLASS_OF_FAMILY.values()]
+    known = [name for name in names or [] if name in _FAMILY_OF_CLASS]
     if len(known) == 1 and names is not None and len(names) == 1:
         return str(known[0])
-    supported = " and ".join(CLASS_OF_FAMILY.values())
+    supported = ", ".join(_FAMILY_OF_CLASS)
     if not names:
         if not any(key in raw for key in ("dflash_config", "target_layer_ids", "block_size", "mask_token_id")):
             raise ConfigError(f"architectures is missing and there is no dflash_config: {STAND_ALONE}")
+        if "dspine_config" in raw:
+            raise ConfigError(f"architectures is missing: by its fields [{CLASS_OF_FAMILY['dspine']!r}] would fit")
         has_parts = any("conv_" in key or "selector_" in key for key in [*raw, *(raw.get("dflash_config") or {})])
         fits = CLASS_OF_FAMILY["dflash2" if has_parts else "dflash"]
         raise ConfigError(f"architectures is missing: by its fields [{fits!r}] would fit")
     text = ", ".join(names)
+    for name in names:
+        if name in _OTHER_CLASSES:
+            raise ConfigError(f"architectures is {text}: not supported, {_OTHER_CLASSES[name]}")
     if "dflash_config" not in raw and all(not _is_draft_class(name) for name in names):
         raise ConfigError(f"architectures is {text}: {STAND_ALONE}")
-    raise ConfigError(f"architectures is {text}: supported are {supported}, exactly one of them")
+    raise ConfigError(f"architectures is {text}: supported is exactly one of {supported}")
 
 
 def _is_draft_class(name: str) -> bool:
     return any(word in name for word in ("DFlash", "DSpark", "DSpine", "Assistant", "Draft", "Eagle"))
 
 
-def _parts(fields: Fields, is_v2: bool) -> tuple[ConvConfig | None, SelectorConfig | None]:
+def _parts(fields: Fields, declared: str) -> tuple[ConvConfig | None, SelectorConfig | None]:
     names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     found = {name: fields.pick(name) for name in names}
     given = [name for name in names if found[name] is not None]
+    is_v2 = declared == CLASS_OF_FAMILY["dflash2"]
     if not is_v2 and given:
         raise ConfigError(
-            f"architectures says DFlashDraftModel but {', '.join(given)} "
+            f"architectures says {declared} but {', '.join(given)} "
             f"{'is' if len(given) == 1 else 'are'} given: DFlash2DraftModel would fit"
         )
     if not is_v2:
@@ -143,7 +176,8 @@ def _parts(fields: Fields, is_v2: bool) -> tuple[ConvConfig | None, SelectorConf
     )
 
 
-def _layers(fields: Fields, num_layers: int) -> tuple[LayerConfig, ...]:
+def _layers(fields: Fields, num_layers: int, *, is_causal: bool) -> tuple[LayerConfig, ...]:
+    """`is_causal`: the class itself makes every layer causal where the file says nothing."""
     types = fields.top.get("layer_types")
     is_on = fields.pick("use_sliding_window", "use_swa")
     if is_on is not None:
@@ -154,6 +188,8 @@ def _layers(fields: Fields, num_layers: int) -> tuple[LayerConfig, ...]:
     causal = fields.pick("is_causal", "causal")
     if causal is not None:
         require_bool("is_causal", causal)
+    elif is_causal:
+        causal = True
     if types is None:
         if fields.nest.get("use_swa") is True:
             types = ["sliding_attention"] * num_layers
@@ -306,8 +342,10 @@ def config_to_dict(config: DraftConfig, *, dtype: str = "bfloat16") -> dict[str,
         "num_target_layers": config.num_target_layers,
         "tie_word_embeddings": False,
         "block_size": config.block_size,
-        "dflash_config": _nested_dict(config),
+        "dflash_config": draft_fields(config),
     }
+    if config.injection is not None:
+        raw["dspine_config"] = injection_to_dict(config.injection)
     if config.has_tap_norms or isinstance(config.attention, MlaConfig):
         raw["fc_norm"] = config.has_tap_norms
     if config.target_hidden_size != config.hidden_size:
@@ -326,7 +364,8 @@ def _common_layer(config: DraftConfig) -> tuple[int | None, bool | None]:
     return next(iter(windows), None), next(iter(causal)) if len(causal) == 1 else None
 
 
-def _nested_dict(config: DraftConfig) -> dict[str, Any]:
+def draft_fields(config: DraftConfig) -> dict[str, Any]:
+    """The fields of the draft itself, which stand in `dflash_config`."""
     nested: dict[str, Any] = {
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
@@ -341,6 +380,8 @@ def _nested_dict(config: DraftConfig) -> dict[str, Any]:
         nested["conv_group_size"] = config.conv.group_size
         nested["selector_rank"] = config.selector.rank
         nested["selector_top_k"] = config.selector.top_k
+    if config.family == "dspark":
+        nested |= {"projector_type": "dspark", **spark_to_dict(config)}
     if config.input_embedding_scale != 1.0:
         nested["input_embedding_scale"] = config.input_embedding_scale
     if config.output_multiplier != 1.0:

@@ -15,6 +15,8 @@ from blockdraft.formats._zlab_config import CLASS_OF_FAMILY, STAND_ALONE
 
 __all__ = [
     "MASK_EMBEDDING",
+    "TRANSFER_CODES",
+    "TRANSFER_READY",
     "canonical_name",
     "check_header",
     "expected_tensors",
@@ -24,6 +26,9 @@ __all__ = [
 ]
 
 MASK_EMBEDDING = "mask_embedding"
+TRANSFER_CODES = "transfer_codes"
+# A flag beside the codes, not a weight: that they were made. Codes that never were are all zero.
+TRANSFER_READY = "transfer_ready"
 _FLOATS = ("BF16", "F16", "F32", "F64")
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 _V2_PARTS = (".attention_conv.", ".mlp_conv.", "candidate_selector.")
@@ -34,8 +39,9 @@ _MLA_NAMES = ("kv_a_proj_with_mqa", "q_a_proj", "kv_b_proj", *_FUSED)
 # What a leftover tensor says about the file: (part of its name, whose it is).
 _FOREIGN = (
     ("fc_norm", "the file has a norm per tap: fc_norm true would fit"),
-    ("markov_head", "a Markov head belongs to DSpark (DSparkDraftModel), which is not supported"),
-    ("confidence_head", "a confidence head belongs to DSpark (DSparkDraftModel), which is not supported"),
+    ("markov_head", "a Markov head belongs to DSpark: the class DSparkDraftModel would fit, with its kind and rank"),
+    ("confidence_head", "a confidence head belongs to DSpark: enable_confidence_head true would fit"),
+    ("injection", "adjacent injection belongs to DSpine: the class DSpineDraftModel would fit"),
     (
         "context_proj",
         "context_proj, context_norm and final_norm are training names: export the checkpoint first",
@@ -76,7 +82,35 @@ def expected_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
         for name in CODEBOOKS:
             shapes[name] = (config.vocab_size, config.selector.rank)
         shapes["candidate_selector.hidden_projection.weight"] = (config.selector.rank, width)
+    return shapes | _spark_tensors(config) | _spine_tensors(config)
+
+
+def _spark_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    width, shapes = config.hidden_size, dict[str, tuple[int, ...]]()
+    markov, rank = config.markov, 0 if config.markov is None else config.markov.rank
+    if markov is not None:
+        shapes |= {f"markov_head.markov_w{side}.weight": (config.vocab_size, rank) for side in (1, 2)}
+        rows, columns = {"gated": (rank, width + rank), "rnn": (3 * rank, 2 * rank + width)}.get(markov.kind, (0, 0))
+        if rows:
+            name = "markov_head.gate_proj" if markov.kind == "gated" else "markov_head.joint_proj"
+            shapes |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+    if config.confidence is not None:
+        columns = width + (rank if config.confidence.reads_token else 0)
+        shapes |= {"confidence_head.proj.weight": (1, columns), "confidence_head.proj.bias": (1,)}
     return shapes
+
+
+def _spine_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    if config.injection is None:
+        return {}
+    rank, size, width = config.injection.transfer_rank, config.injection.message_size, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        f"injection.{name}.weight": (size, rank) for name in ("message", "receiver_gate", "predecessor_gate")
+    }
+    for index in range(config.num_layers):
+        shapes[f"injection.readouts.{index}.weight"] = (rank, width)
+        shapes[f"injection.writes.{index}.weight"] = (width, size)
+    return {**shapes, "injection.bias": (size,), TRANSFER_CODES: (config.vocab_size, rank)}
 
 
 def _attention_tensors(attention: AttentionConfig, width: int) -> dict[str, tuple[int, ...]]:
@@ -142,8 +176,12 @@ def canonical_name(name: str) -> str:
 
 def split_fused(config: DraftConfig, entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """The entries with each fused first projection of latent attention, [q_a_proj; kv_a_proj_with_mqa] stacked,
-    taken as the two that it holds. One of another height stays as it is and will be found left over.
+    taken as the two that it holds. One of another height stays as it is and will be found left over. The flag beside
+    the codes of DSpine is no tensor of the model and is left out.
     """
+    if config.injection is not None:
+        flag = ("BOOL", ())
+        entries = {n: e for n, e in entries.items() if n != TRANSFER_READY or (e.dtype, e.shape) != flag}
     attention = config.attention
     if not isinstance(attention, MlaConfig) or attention.q_lora_rank is None:
         return dict(entries)
@@ -198,6 +236,10 @@ def _diagnose(config: DraftConfig, header: Iterable[str], missing: list[str], ex
         if any(mark in name.split(".") or (mark in name and "." in mark) for name in extra):
             return reason
     names = set(header)
+    if config.injection is not None and missing == [TRANSFER_CODES]:
+        return (
+            f"the codes of the tokens are missing: they may stand in a file of their own, join them as {TRANSFER_CODES}"
+        )
     attention = config.attention
     latent = [part for name in extra for part in name.split(".") if part in _MLA_NAMES]
     if latent and not isinstance(attention, MlaConfig):

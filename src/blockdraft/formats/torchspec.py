@@ -25,6 +25,8 @@ _NAMES = {"fc.": "context_proj.", "hidden_norm.": "context_norm.", "norm.": "fin
 
 
 def _detect(raw: Mapping[str, Any], names: Collection[str]) -> bool:
+    if raw.get("architectures") == ["K3DSparkModel"]:
+        return False  # the same names, in a class of its own
     has_depth = raw.get("target_num_hidden_layers") is not None
     has_type = raw.get("model_type") in _MODEL_TYPES.values()
     return has_depth or has_type or any(name.startswith("context_proj.") for name in names)
