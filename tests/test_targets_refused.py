@@ -60,7 +60,7 @@ def test_a_recurrent_family_that_nobody_listed_is_refused_by_its_cache(
     """A hybrid of tomorrow: no list and no flag of transformers knows it, only its cache layers do."""
     model = AutoModelForCausalLM.from_config(tiny_config(family, **RECURRENT[family]))
     real = TargetFacts.from_config
-    monkeypatch.setattr("blockdraft.config._is_recurrent", lambda _text: False)
+    monkeypatch.setattr("blockdraft.config.pairing._is_recurrent", lambda _text: False)
     monkeypatch.setattr("blockdraft.config.pairing._RECURRENT_MODEL_TYPES", frozenset())
     monkeypatch.setattr(type(model), "_is_stateful", False)
     assert not real(model.config.to_dict()).is_recurrent
@@ -73,7 +73,7 @@ def test_a_recurrent_family_that_nobody_listed_is_refused_by_its_cache(
 def test_a_model_that_takes_no_key_value_cache_is_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(family, **RECURRENT[family]))
     monkeypatch.setattr("blockdraft.config.pairing._RECURRENT_MODEL_TYPES", frozenset())
-    monkeypatch.setattr("blockdraft.config._is_recurrent", lambda _text: False)
+    monkeypatch.setattr("blockdraft.config.pairing._is_recurrent", lambda _text: False)
     monkeypatch.setattr(type(model), "_is_stateful", False)
     model.config.max_position_embeddings = 64
     with pytest.raises(BlockdraftError, match=family):
