@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
+_DIALECTS = "One of z-lab, speculators, transformers, torchspec, deepspec, k3-dspark."
+
 
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a draft, in any dialect.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Where the converted draft goes.")],
-    to: Annotated[str, typer.Option("--to", metavar="DIALECT", help="z-lab, speculators, transformers or torchspec.")],
+    to: Annotated[str, typer.Option("--to", metavar="DIALECT", help=_DIALECTS)],
     target: Annotated[
         str | None, typer.Option(help="Target: folder, config.json or hub id; for what SRC does not state of it.")
     ] = None,
