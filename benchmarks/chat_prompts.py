@@ -14,50 +14,56 @@ from benchmarks import common, session
 from blockdraft.errors import ConfigError
 
 FILE = Path(__file__).with_name("chat_prompts.json")
-COUNT, SEED, BATCH_SIZE, MAX_TOKENS, TOP_P = 100, 20_261_201, 32, 96, 0.9
+COUNT, SEED, MAX_TOKENS, TOP_P = 100, 20_261_201, 96, 0.9
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--num-asked", type=int, default=160, help="turns to sample; unfinished ones are dropped")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--max-rows", type=int, default=32)
     parser.add_argument("--out", type=Path, default=FILE)
     options = parser.parse_args()
-    import torch
-
-    from blockdraft.targets import ensure_target
-    from blockdraft.targets.smollm2 import TARGET_NAME
-    from blockdraft.targets.writing import load_writer
-    from blockdraft.text import load_tokenizer
-    from blockdraft.train.writer import self_written_prompts
-
-    torch.set_num_threads(options.threads)
-    folder = ensure_target()
-    tokenizer = load_tokenizer(folder)
-    writer = load_writer(folder, (0,), dtype=torch.float32)
-    found = self_written_prompts(
-        writer,
-        tokenizer,
-        count=options.num_asked,
-        batch_size=BATCH_SIZE,
-        max_tokens=MAX_TOKENS,
-        top_p=TOP_P,
-        seed=SEED,
-    )
-    marker = "@@turn@@"
-    around = tokenizer.decode(
-        tokenizer.chat_ids([{"role": "user", "content": marker}], add_generation_prompt=True),
-        skip_special_tokens=False,
-    )
-    before, _, after = around.partition(marker)
-    texts = [tokenizer.decode(ids, skip_special_tokens=False)[len(before) : -len(after)] for ids in found]
+    texts = own_turns(options.num_asked, threads=options.threads, max_rows=options.max_rows)
     if len(texts) < COUNT:
         raise ConfigError(f"{len(texts)} of {options.num_asked} turns were finished; ask for more with --num-asked")
-    settings = {"seed": SEED, "num_asked": options.num_asked, "batch_size": BATCH_SIZE, "max_tokens": MAX_TOKENS}
-    settings |= {"temperature": 1.0, "top_p": TOP_P, "dtype": "float32", "target": TARGET_NAME}
+    from blockdraft.targets.smollm2 import TARGET_NAME
+
+    settings = {"seed": SEED, "num_asked": options.num_asked, "max_tokens": MAX_TOKENS, "temperature": 1.0}
+    settings |= {"top_p": TOP_P, "dtype": "float32", "target": TARGET_NAME}
     common.write_json(options.out, {"settings": settings, "prompts": texts[:COUNT]})
     print(json.dumps({"finished": len(texts), "kept": COUNT}))
     return 0
+
+
+def own_turns(count: int, *, threads: int, max_rows: int) -> list[str]:
+    """The distinct finished ones of `count` turns, in the order of their seeds."""
+    import torch
+
+    from blockdraft.targets import ensure_target, load_target
+    from blockdraft.targets.writing import write
+    from blockdraft.text import load_tokenizer
+    from blockdraft.train.selfwritten import finished_turn, open_turn_ids
+
+    torch.set_num_threads(threads)
+    folder = ensure_target()
+    tokenizer, target = load_tokenizer(folder), load_target(folder, dtype=torch.float32)
+    opening, stop_ids = open_turn_ids(tokenizer, ""), frozenset(target.facts.eos_token_ids)
+    found: dict[int, str] = {}
+    for index, item in write(
+        target,
+        ((index, opening) for index in range(count)),
+        max_new_tokens=MAX_TOKENS,
+        stop_ids=stop_ids,
+        temperature=1.0,
+        top_p=TOP_P,
+        generator_of=lambda index: torch.Generator().manual_seed(SEED + index),
+        max_rows=max_rows,
+    ):
+        turn = finished_turn(tokenizer, "", item.ids[item.num_prompt :], stop_ids)
+        if turn.text is not None:
+            found[index] = turn.text
+    return list(dict.fromkeys(found[index] for index in sorted(found)))
 
 
 if __name__ == "__main__":
