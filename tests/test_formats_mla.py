@@ -329,7 +329,7 @@ def test_the_report(tmp_path: Path) -> None:
     assert json.loads(json.dumps(report)) == report
     assert report["shape"]["attention"] == "mla" and report["shape"]["kv_lora_rank"] == 512
     text = render_text(report, columns=120)
-    assert "latent (MLA), 64 heads x 128 + 64 rotary, values 128, query rank 1536, latent 512, scale 0.130861" in text
+    assert "MLA, 64 heads x 128 + 64 rotary, values 128, query rank 1536, latent 512, scale 0.130861" in text
     assert "cache      6,912 bytes a token" in text
     written(tmp_path / "draft", reduced(K3_SIX_LAYERS, fc_norm=True, nest_aux_hidden_stream="attn_res"))
     report = inspect_checkpoint(tmp_path / "draft")

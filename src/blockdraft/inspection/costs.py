@@ -16,7 +16,19 @@ REFERENCE_CONTEXT = 4096
 BF16_BYTES = 2
 _QUANT_GROUP = 32  # weights that share one 16-bit scale in the quantised sizes
 _OWN_PARTS = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", zlab.MASK_EMBEDDING: "embedding"}
-_PARTS = ("fuse", "attention", "mlp", "norms", "convolutions", "selector", "embedding", "head")
+_PARTS = (
+    "fuse", "attention", "mlp", "norms", "convolutions", "injection", "codes", "selector", "markov", "confidence",
+    "embedding", "head",
+)  # fmt: skip
+_PART_OF_PREFIX = {
+    "fc.": "fuse",
+    "fc_norm.": "fuse",
+    "candidate_selector.": "selector",
+    "markov_head.": "markov",
+    "confidence_head.": "confidence",
+    "injection.": "injection",
+    "transfer_codes": "codes",
+}
 
 
 def count_parameters(config: DraftConfig, own: Collection[str] = ()) -> dict[str, int]:
@@ -39,10 +51,9 @@ def all_tensors(config: DraftConfig, own: Collection[str]) -> dict[str, tuple[in
 def _part(name: str) -> str:
     if name in _OWN_PARTS:
         return _OWN_PARTS[name]
-    if name == "fc.weight" or name.startswith("fc_norm."):
-        return "fuse"
-    if name.startswith("candidate_selector."):
-        return "selector"
+    for prefix, part in _PART_OF_PREFIX.items():
+        if name.startswith(prefix):
+            return part
     if "_conv." in name:
         return "convolutions"
     if "norm" in name:
@@ -72,10 +83,11 @@ def step_cost(config: DraftConfig) -> dict[str, Any]:
     block, attention = config.block_size, config.attention
     width, vocab = config.hidden_size, config.vocab_size
     parts = count_parameters(config)
-    layer_params = parts["attention"] + parts["mlp"] + parts["norms"] + parts["convolutions"] - 2 * width
+    layer_params = sum(parts[name] for name in ("attention", "mlp", "norms", "convolutions", "injection")) - 2 * width
     rank = config.selector.rank if config.selector else 0
     top_k = config.selector.top_k if config.selector else 0
-    proposals = block - 1
+    proposals = config.num_proposals
+    markov = config.markov.rank if config.markov else 0
     context = min(REFERENCE_CONTEXT, config.max_position_embeddings)
     visible = sum(min(context, layer.window or context) + block for layer in config.layers)
     flops = {
@@ -84,9 +96,11 @@ def step_cost(config: DraftConfig) -> dict[str, Any]:
         "attention": 2 * block * visible * attention.num_heads * _attention_width(config),
         "head": 2 * proposals * vocab * width,
         "selector": proposals * (2 * width * rank + top_k * top_k * 2 * rank),
+        "markov": proposals * 2 * vocab * markov,
+        "rescore": proposals * _rescore_flops(config),
     }
     flops["total"] = block * flops["inject_per_position"] + sum(
-        flops[name] for name in ("block", "attention", "head", "selector")
+        flops[name] for name in ("block", "attention", "head", "selector", "markov", "rescore")
     )
     cache = BF16_BYTES * attention.num_cached * config.num_layers
     window = config.max_window
@@ -97,10 +111,19 @@ def step_cost(config: DraftConfig) -> dict[str, Any]:
         "tap_bytes_per_token": BF16_BYTES * config.num_taps * config.target_hidden_size,
         "weight_bytes_per_step": BF16_BYTES * (layer_params + parts["fuse"] + rank * width),
         "codebook_bytes_per_step": BF16_BYTES * proposals * top_k * 2 * rank,
+        "markov_bytes_per_step": BF16_BYTES * proposals * vocab * markov,
         "head_bytes_per_step": BF16_BYTES * vocab * width,
         "flops": flops,
         "reference_context": context,
     }
+
+
+def _rescore_flops(config: DraftConfig) -> int:
+    """One row of DSpine scored again: its message from the token before, and the head's rows of its candidates."""
+    if config.injection is None:
+        return 0
+    rank, size, width = config.injection.transfer_rank, config.injection.message_size, config.hidden_size
+    return 2 * (2 * rank * size + size * width + config.injection.top_k * width)
 
 
 def _attention_width(config: DraftConfig) -> int:

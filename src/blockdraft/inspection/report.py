@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from blockdraft.config import DraftConfig, MlaConfig
-from blockdraft.formats import zlab
+from blockdraft.formats import Layout, find_dialect, zlab
 from blockdraft.inspection.costs import count_parameters, file_sizes, step_cost
 from blockdraft.inspection.engines import Facts, examine_engines
 from blockdraft.inspection.pair import examine_pair, read_target_facts
@@ -34,22 +33,23 @@ def inspect_checkpoint(
     Raises ConfigError or CheckpointError where the draft itself is not sound; a pair that does not fit is a
     result (`pair.fits` false), not an error. `name`, `target_name`: what they are called, if not by their paths.
     """
-    config = zlab.read_config(draft_path, allow_mask_is_eos=allow_mask_is_eos)
-    raw, folder = zlab.read_raw_config(draft_path)
-    weights = _weights(config, folder) if folder is not None else None
-    own = weights["own"] if weights is not None else []
     target = None if target_path is None else read_target_facts(target_path)
-    facts = Facts(config=config, raw=raw, own=own, target=target)
+    layout = find_dialect(draft_path)
+    config = layout.read_config(draft_path, allow_mask_is_eos=allow_mask_is_eos, target=target)
+    raw, folder = zlab.read_raw_config(draft_path)
+    weights = _weights(layout, config, folder) if folder is not None else None
+    own = weights["own"] if weights is not None else []
+    facts = Facts(config=config, dialect=layout.name, raw=raw, own=own, target=target)
     return {
         "schema": SCHEMA,
         "draft": name or str(draft_path),
-        "dialect": "z-lab",
+        "dialect": layout.name,
         "family": config.family,
-        "architecture": zlab.config_to_dict(config)["architectures"][0],
+        "architecture": ", ".join(raw.get("architectures") or []) or None,
         "shape": _shape(config),
         "layers": [{"window": layer.window, "is_causal": layer.is_causal} for layer in config.layers],
         "rope": {"theta": config.rope.theta, "rope_type": config.rope.kind, **config.rope.numbers},
-        "conventions": _conventions(config, raw),
+        "conventions": _conventions(facts),
         "parameters": count_parameters(config, own),
         "num_tensors": len(zlab.expected_tensors(config)) + len(own),
         "weights": weights,
@@ -64,7 +64,7 @@ def inspect_checkpoint(
 def _shape(config: DraftConfig) -> dict[str, Any]:
     return {
         "block_size": config.block_size,
-        "num_proposals": config.block_size - 1,
+        "num_proposals": config.num_proposals,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
         "num_target_layers": config.num_target_layers,
@@ -84,32 +84,36 @@ def _shape(config: DraftConfig) -> dict[str, Any]:
         "conv_group_size": config.conv.group_size if config.conv else None,
         "selector_rank": config.selector.rank if config.selector else None,
         "selector_top_k": config.selector.top_k if config.selector else None,
+        "markov_rank": config.markov.rank if config.markov else None,
+        "markov_kind": config.markov.kind if config.markov else None,
+        "has_confidence_head": config.confidence is not None,
+        "injection": dataclasses.asdict(config.injection) if config.injection else None,
         "input_embedding_scale": config.input_embedding_scale,
         "output_multiplier": config.output_multiplier,
         "final_logit_softcapping": config.final_logit_softcapping,
     }
 
 
-def _conventions(config: DraftConfig, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _conventions(facts: Facts) -> dict[str, Any]:
     """What files leave to convention, said outright; and which of it this file says itself."""
-    nest = raw.get("dflash_config") or {}
-    given = {**raw, **nest}
+    config = facts.config
+    given = {**facts.raw, **(facts.raw.get("dflash_config") or {})}
     return {
-        "block_size_counts_anchor": True,
-        "first_proposal_row": 1,
+        "first_proposal_row": 0 if config.predicts_from_anchor else 1,
         "tap": "output of the layer, counted from 0; the last one before the final norm",
         "narrower_is_prefix": all(layer.is_causal for layer in config.layers),
         "is_causality_declared": any(given.get(key) is not None for key in ("is_causal", "causal")),
+        "has_target_two_streams": facts.is_kimi_k3,
         "is_tap_stream_declared": given.get("aux_hidden_stream") is not None,
     }
 
 
-def _weights(config: DraftConfig, folder: Path) -> dict[str, Any] | None:
+def _weights(layout: Layout, config: DraftConfig, folder: Path) -> dict[str, Any] | None:
     """What the weight files hold, checked against the config; None if the folder has only a config."""
     if not any(folder.glob("*.safetensors*")):
         return None
-    header = zlab.read_header(folder, config)
-    zlab.check_header(config, header)
+    header = layout.read_header(folder, config)
+    layout.check(config, header, folder)
     optional = zlab.optional_tensors(config)
     own = sorted(name for name in header if name in optional)
     if (folder / zlab.MASK_EMBEDDING_FILE).is_file():

@@ -52,16 +52,12 @@ _EMPTY: _Line = ("", 0, slice(0, 0), _DIM)
 
 def _what(report: Mapping[str, Any]) -> Iterator[_Line]:
     shape, conventions = report["shape"], report["conventions"]
-    kind = {"dflash": "DFlash", "dflash2": "DFlash 2"}.get(report["family"], report["family"])
+    kind = {"dflash": "DFlash", "dflash2": "DFlash 2", "dspark": "DSpark", "dspine": "DSpine"}[report["family"]]
     yield _row("draft", report["draft"])
-    yield _row("family", f"{kind} ({report['architecture']}), {shape['num_layers']} layers")
-    is_prefix = conventions["narrower_is_prefix"]
-    narrower = "narrower blocks are its prefixes" if is_prefix else "a narrower one is another computation"
-    yield _row(
-        "block",
-        f"{shape['block_size']} (anchor + {shape['num_proposals']} proposals), mask id {shape['mask_token_id']}; "
-        f"{narrower}",
-    )
+    yield _row("family", f"{kind} ({report['architecture']}, {report['dialect']} layout), {shape['num_layers']} layers")
+    rows = "all proposals" if conventions["first_proposal_row"] == 0 else f"anchor + {shape['num_proposals']} proposals"
+    narrower = "narrower is a prefix" if conventions["narrower_is_prefix"] else "narrower is another computation"
+    yield _row("block", f"{shape['block_size']} rows ({rows}), mask id {shape['mask_token_id']}; {narrower}")
     yield _row(
         "taps",
         f"{', '.join(map(str, shape['target_layer_ids']))} of {shape['num_target_layers']} target layers, "
@@ -81,7 +77,11 @@ def _what(report: Mapping[str, Any]) -> Iterator[_Line]:
 def _taps_text(report: Mapping[str, Any]) -> str:
     shape = report["shape"]
     norms = ", a norm for each" if shape["has_tap_norms"] else ""
-    return norms + (", of the attention-residual stream" if shape["tap_stream"] != "prefix" else "")
+    if shape["tap_stream"] != "prefix":
+        return f"{norms}, of the attention-residual stream"
+    conventions = report["conventions"]
+    is_open = conventions["has_target_two_streams"] and not conventions["is_tap_stream_declared"]
+    return norms + ("; stream not declared, taken as the prefix" if is_open else "")
 
 
 def _layers(report: Mapping[str, Any]) -> Iterator[_Line]:
@@ -103,17 +103,17 @@ def _attention_text(shape: Mapping[str, Any]) -> str:
         return f"grouped queries, {shape['num_heads']}/{shape['num_kv_heads']} heads x {shape['head_dim']}"
     query = "one query projection" if shape["q_lora_rank"] is None else f"query rank {shape['q_lora_rank']}"
     return (
-        f"latent (MLA), {shape['num_heads']} heads x {shape['qk_nope_head_dim']} + {shape['qk_rope_head_dim']} rotary, "
+        f"MLA, {shape['num_heads']} heads x {shape['qk_nope_head_dim']} + {shape['qk_rope_head_dim']} rotary, "
         f"values {shape['v_head_dim']}, {query}, latent {shape['kv_lora_rank']}, scale {shape['softmax_scale']:.6g}"
     )
 
 
 def _rope_text(rope: Mapping[str, Any], max_length: int) -> str:
-    numbers = {name: value for name, value in rope.items() if name not in ("theta", "rope_type")}
-    start = numbers.pop("original_max_position_embeddings", None)
-    text = ", ".join(f"{name} {_plain(value)}" for name, value in {"theta": rope["theta"], **numbers}.items())
+    numbers = {name: value for name, value in rope.items() if name != "rope_type"}
+    start, factor = numbers.pop("original_max_position_embeddings", None), numbers.pop("factor", None)
+    kind = rope["rope_type"] if factor is None else f"{rope['rope_type']} x {_plain(factor)}"
     reach = f"from {_plain(start)} to {max_length}" if start is not None else f"up to {max_length}"
-    return f"{rope['rope_type']}, {text}, {reach} positions"
+    return f"{kind}, {reach} positions, {', '.join(f'{name} {_plain(value)}' for name, value in numbers.items())}"
 
 
 def _parts_text(shape: Mapping[str, Any]) -> str:
@@ -123,6 +123,14 @@ def _parts_text(shape: Mapping[str, Any]) -> str:
             f"convolution of {shape['conv_kernel_size']} rows, groups of {shape['conv_group_size']}",
             f"selector of {shape['selector_top_k']} candidates, rank {shape['selector_rank']}",
         ]
+    if shape["markov_rank"] is not None:
+        parts.append(f"Markov head, {shape['markov_kind']}, rank {shape['markov_rank']}")
+    if shape["has_confidence_head"]:
+        parts.append("confidence head")
+    if shape["injection"] is not None:
+        numbers = shape["injection"]
+        parts.append(f"adjacent injection {numbers['transfer_rank']} > {numbers['message_size']}")
+        parts.append(f"{numbers['top_k']} candidates")
     if shape["input_embedding_scale"] != 1.0:
         parts.append(f"embedding x {shape['input_embedding_scale']:g}")
     if shape["output_multiplier"] != 1.0:
@@ -154,12 +162,17 @@ def _cost(report: Mapping[str, Any]) -> Iterator[_Line]:
         f"{cost['cache_bytes_per_token']:,} bytes a token, {limit} {_bytes(cost['max_cache_bytes'])} a row; "
         f"taps {_bytes(cost['tap_bytes_per_token'])} a token",
     )
+    markov = f", {_bytes(cost['markov_bytes_per_step'])} of Markov head" if cost["markov_bytes_per_step"] else ""
     yield _row(
-        "step",
-        f"reads {_bytes(cost['weight_bytes_per_step'])} of draft weights and "
-        f"{_bytes(cost['head_bytes_per_step'])} of output head; {flops['total'] / 1e9:.3g} GFLOP at "
-        f"{cost['reference_context']} positions: block {flops['block'] / 1e9:.3g}, head {flops['head'] / 1e9:.3g}, "
-        f"attention {flops['attention'] / 1e9:.3g}, inject {flops['inject_per_position'] / 1e9:.3g} a position",
+        "reads",
+        f"{_bytes(cost['weight_bytes_per_step'])} of draft weights, "
+        f"{_bytes(cost['head_bytes_per_step'])} of output head{markov} a step",
+    )
+    parts = [f"{name} {flops[name] / 1e9:.3g}" for name in ("block", "head", "attention", "markov") if flops[name]]
+    yield _row(
+        "computes",
+        f"{flops['total'] / 1e9:.3g} GFLOP a step at {cost['reference_context']} positions: {', '.join(parts)}, "
+        f"inject {flops['inject_per_position'] / 1e9:.3g} a position",
     )
 
 

@@ -16,7 +16,29 @@ LLAMA_CPP = EngineRules(
     name="llama.cpp",
     read="build 11434; GGUF architecture dflash",
     how="convert to GGUF; --spec-type draft-dflash --spec-draft-n-max {proposals}",
+    how_dspark="convert to GGUF (PRs 25173, 26275)",
     rules=(
+        Rule(
+            name="dspine",
+            level="refused",
+            when=lambda draft: draft.family == "dspine",
+            text="no class for adjacent injection was found",
+            source="llama.cpp; only the trainer's own code (SpecForge) runs one",
+        ),
+        Rule(
+            name="dialect",
+            level="refused",
+            when=lambda draft: draft.dialect not in ("z-lab",),
+            text="it does not read the layout of {dialect}: `blockdraft convert` writes z-lab's",
+            source="llama.cpp convert_hf_to_gguf.py",
+        ),
+        Rule(
+            name="dspark",
+            level="unknown",
+            when=lambda draft: draft.family == "dspark",
+            text="DSpark has changes of its own there (PRs 25173, 26275), which were not read",
+            source="llama.cpp PRs 25173, 26275",
+        ),
         Rule(
             name="mla",
             level="refused",

@@ -14,8 +14,30 @@ def _theta_is_missed(draft: Facts) -> bool:
 MISTRAL_RS = EngineRules(
     name="mistral.rs",
     read="speculative/dflash.rs at 9e92262",
-    how="width {width} from the file",
+    how="takes the width, {width}, from the file",
+    how_dspark="",
     rules=(
+        Rule(
+            name="dspine",
+            level="refused",
+            when=lambda draft: draft.family == "dspine",
+            text="no class for adjacent injection was found",
+            source="mistral.rs speculative/; only the trainer's own code (SpecForge) runs one",
+        ),
+        Rule(
+            name="dialect",
+            level="refused",
+            when=lambda draft: draft.dialect not in ("z-lab",),
+            text="it does not read the layout of {dialect}: `blockdraft convert` writes z-lab's",
+            source="mistral.rs speculative/dflash.rs",
+        ),
+        Rule(
+            name="dspark",
+            level="refused",
+            when=lambda draft: draft.family == "dspark",
+            text="no Markov head",
+            source="mistral.rs speculative/dflash.rs",
+        ),
         Rule(
             name="mla",
             level="refused",

@@ -23,10 +23,11 @@ _KIMI_K3_TYPES = ("kimi_k3", "kimi_linear")
 class Facts:
     """A draft as an engine meets it: its meaning, the keys that its config.json really has, what its file carries.
 
-    `raw` is the config.json itself, empty if it is of another dialect than z-lab; `target` is None if none was given.
+    `raw` is the config.json itself; where its keys stand is asked of z-lab files only. `target` may be unknown.
     """
 
     config: DraftConfig
+    dialect: str = "z-lab"
     raw: Mapping[str, Any] = field(default_factory=dict)
     own: Collection[str] = ()
     target: TargetFacts | None = None
@@ -60,21 +61,30 @@ class Facts:
     def is_recurrent(self) -> bool:
         return self.target is not None and self.target.is_recurrent
 
+    @property
+    def family(self) -> str:
+        return self.config.family
+
+    @property
+    def is_zlab(self) -> bool:
+        return self.dialect == "z-lab"
+
     def only_nested(self, *names: str) -> bool:
         """One of these keys stands in dflash_config and not at top level."""
         nest = self.raw.get("dflash_config") or {}
-        return any(nest.get(name) is not None and self.raw.get(name) is None for name in names)
+        return self.is_zlab and any(nest.get(name) is not None and self.raw.get(name) is None for name in names)
 
     def only_top(self, *names: str) -> bool:
         """One of these keys stands at top level and not in dflash_config."""
         nest = self.raw.get("dflash_config") or {}
-        return any(nest.get(name) is None and self.raw.get(name) is not None for name in names)
+        return self.is_zlab and any(nest.get(name) is None and self.raw.get(name) is not None for name in names)
 
     def words(self) -> dict[str, object]:
         """What the text of a rule may name."""
         return {
-            "width": self.config.block_size,
-            "proposals": self.config.block_size - 1,
+            "width": self.config.max_width,
+            "proposals": self.config.num_proposals,
+            "dialect": self.dialect,
             "theta": f"{self.config.rope.theta:g}",
             "rope": self.config.rope.kind,
             "length": self.config.max_position_embeddings,
@@ -95,16 +105,17 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRules:
-    """One engine: the state of it that was read, how it is told to run a draft, and its rules."""
+    """One engine: the state of it that was read, how it is told to run a draft (one of DSpark), and its rules."""
 
     name: str
     read: str
     how: str
+    how_dspark: str
     rules: tuple[Rule, ...]
 
     def examine(self, facts: Facts) -> dict[str, Any]:
         """What this engine would do with the draft, as plain values."""
-        words = facts.words()
+        words, how = facts.words(), self.how_dspark if facts.family == "dspark" else self.how
         found = [rule for rule in self.rules if rule.when(facts)]
         worst = max((LEVELS.index(rule.level) for rule in found), default=-1)
         outcome: Outcome = "runs" if worst < 0 else "runs_with_notes" if worst == 0 else LEVELS[worst]  # type: ignore[assignment]
@@ -112,7 +123,7 @@ class EngineRules:
             "engine": self.name,
             "read": self.read,
             "outcome": outcome,
-            "how": None if outcome == "refused" else self.how.format(**words),
+            "how": None if outcome == "refused" else how.format(**words),
             "rules": [
                 {"name": rule.name, "level": rule.level, "text": rule.text.format(**words), "source": rule.source}
                 for rule in found

@@ -7,8 +7,23 @@ from blockdraft.inspection.engines.rules import EngineRules, Rule
 SGLANG = EngineRules(
     name="SGLang",
     read="0.5.23; dflash_utils.py, dflash_worker_v2.py, models/dflash.py",
-    how="--speculative-algorithm DFLASH, width {width} from the file",
+    how="--speculative-algorithm DFLASH; takes the width, {width}, from the file",
+    how_dspark="--speculative-algorithm DSPARK, {proposals} proposals",
     rules=(
+        Rule(
+            name="dspine",
+            level="refused",
+            when=lambda draft: draft.family == "dspine",
+            text="no class for adjacent injection was found",
+            source="sglang models/; only the trainer's own code (SpecForge) runs one",
+        ),
+        Rule(
+            name="dialect",
+            level="refused",
+            when=lambda draft: draft.dialect not in ("z-lab", "deepspec"),
+            text="it does not read the layout of {dialect}: `blockdraft convert` writes z-lab's",
+            source="sglang dflash_utils.py; speculators PR 1006",
+        ),
         Rule(
             name="mla_dflash2",
             level="refused",

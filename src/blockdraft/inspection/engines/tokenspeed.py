@@ -8,7 +8,29 @@ TOKENSPEED = EngineRules(
     name="TokenSpeed",
     read="models/dflash2.py at 0e92f2ae, drafter/dflash2.py at 259c6ea",
     how="--speculative-num-steps {proposals} --speculative-num-draft-tokens {width}",
+    how_dspark="--speculative-num-draft-tokens {width}, or {proposals}",
     rules=(
+        Rule(
+            name="dspine",
+            level="refused",
+            when=lambda draft: draft.family == "dspine",
+            text="no class for adjacent injection was found",
+            source="tokenspeed models/; only the trainer's own code (SpecForge) runs one",
+        ),
+        Rule(
+            name="dialect",
+            level="refused",
+            when=lambda draft: draft.dialect not in ("z-lab", "torchspec", "k3-dspark"),
+            text="it does not read the layout of {dialect}: `blockdraft convert` writes z-lab's",
+            source="tokenspeed drafter/dflash.py",
+        ),
+        Rule(
+            name="confidence",
+            level="note",
+            when=lambda draft: draft.config.confidence is not None,
+            text="the confidence head is not loaded: every proposal is checked",
+            source="tokenspeed models, the K3 DSpark loader",
+        ),
         Rule(
             name="startup",
             level="note",

@@ -8,12 +8,41 @@ VLLM = EngineRules(
     name="vLLM",
     read="0.32; qwen3_dflash.py, qwen3_dflash2.py, v1/worker/gpu/spec_decode",
     how='--speculative-config \'{{"method": "dflash", "num_speculative_tokens": {proposals}}}\'',
+    how_dspark="num_speculative_tokens {proposals}, no more than that",
     rules=(
+        Rule(
+            name="dspine",
+            level="refused",
+            when=lambda draft: draft.family == "dspine",
+            text="no class for adjacent injection was found",
+            source="vllm models/; only the trainer's own code (SpecForge) runs one",
+        ),
+        Rule(
+            name="dialect",
+            level="refused",
+            when=lambda draft: draft.dialect == "speculators" and draft.is_v2,
+            text="speculators' flat keys of DFlash 2 are not read raw: `blockdraft convert` writes z-lab's",
+            source="speculators PR 1006, its serving notes",
+        ),
+        Rule(
+            name="block",
+            level="lower_acceptance",
+            when=lambda draft: draft.family == "dspark",
+            text="more proposals than the trained {proposals} make every position collapse",
+            source="vllm issue 41834",
+        ),
+        Rule(
+            name="confidence",
+            level="note",
+            when=lambda draft: draft.config.confidence is not None,
+            text="the confidence head is not loaded: every proposal is checked",
+            source="vllm models/kimi_k3",
+        ),
         Rule(
             name="mla_causal",
             level="refused",
             when=lambda draft: draft.is_mla and draft.is_v2 and draft.is_causal,
-            text="0.32 has no DFlash 2 on latent attention; PR 57902 (open) refuses causal blocks",
+            text="0.32 has no DFlash 2 on latent attention, open PR 57902 no causal blocks",
             source="vLLM 0.32 as released; vllm PR 57902",
         ),
         Rule(
@@ -41,7 +70,7 @@ VLLM = EngineRules(
             name="temperature",
             level="note",
             when=lambda draft: draft.is_v2,
-            text="builds that check raw selector scores are exact at T = 1 and greedy only (probabilistic drafting)",
+            text="probabilistic drafting: builds that check raw scores are exact at T = 1 only",
             source="vllm spec_decode/dflash2/speculator.py, rejection_sampler_utils.py at 02e318b",
         ),
         Rule(
