@@ -72,6 +72,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "v2 mla norms": (edited(TINY_MLA, fc_norm=True), {"z-lab"}),
     "v2 mla stream": (edited(TINY_MLA, nest_aux_hidden_stream="attn_res"), {"z-lab", "torchspec"}),
 }
+_SPARK = {"projector_type": "dspark", "markov_rank": 3, "enable_confidence_head": True}
+for _kind in ("vanilla", "gated", "rnn"):
+    _nest = {**TINY_V1["dflash_config"], **_SPARK, "markov_head_type": _kind, "confidence_head_with_markov": True}
+    _raw = {**TINY_V1, "architectures": ["DSparkDraftModel"], "dflash_config": _nest}
+    FAMILIES[f"dspark {_kind}"] = (_raw, {"z-lab", "speculators"})
 CASES = [(family, name) for family, (_, able) in FAMILIES.items() for name in NAMES if name in able]
 REFUSED = [(family, name) for family, (_, able) in FAMILIES.items() for name in NAMES if name not in able]
 TARGET = TargetFacts(

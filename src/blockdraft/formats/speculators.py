@@ -33,12 +33,16 @@ from blockdraft.formats._zlab_tensors import canonical_name
 __all__ = ["LAYOUT", "config_from_dict", "config_to_dict"]
 
 _LABEL = "a speculators checkpoint"
-_ALGORITHMS = ("dflash", "dflash2")
-_V2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_ALGORITHMS = ("dflash", "dflash2", "dspark")
+_PART_KEYS = words(
+    "conv_kernel_size conv_group_size selector_rank selector_top_k sample_from_anchor markov_rank markov_head_type "
+    "enable_confidence_head confidence_head_with_markov"
+)
 # Names of classes that stand for an algorithm: of the model that was saved, and of its config's default.
 _CLASSES = {
     "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
     "dflash2": ("DFlash2DraftModel", "DFlash2Speculator"),
+    "dspark": ("DSparkDraftModel", "DSparkSpeculator"),
 }
 _LAYER_KEYS = words(
     "model_type architectures hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -55,14 +59,11 @@ _TRAINING = words(
 _NEUTRAL: Mapping[str, Neutral] = {
     "projector_type": off("dflash"),
     "shift_label": off(False),
-    "sample_from_anchor": off(False),
     "draft_ffn_type": off("dense"),
     "quantization_config": off(),
     "input_embedding_scale": off(1, 1.0),
     "output_multiplier": off(1, 1.0),
     "final_logit_softcapping": off(0, 0.0),
-    "markov_rank": off(0),
-    "enable_confidence_head": off(False),
 }
 _TOP_KEYS = (
     words(
@@ -70,7 +71,7 @@ _TOP_KEYS = (
         "draft_vocab_size block_size target_hidden_size aux_hidden_state_layer_ids mask_token_id "
         "sliding_window_non_causal num_target_layers"
     )
-    | frozenset(_V2_KEYS)
+    | _PART_KEYS
     | frozenset(_NEUTRAL)
     | _TRAINING
     | IRRELEVANT
@@ -108,15 +109,16 @@ def config_from_dict(
     num_target_layers = stated_or_of_target(
         raw, "num_target_layers", None if target is None else target.num_layers, _LABEL
     )
-    block_size = require_int("block_size", requires(raw, "block_size", "it is the width of the block"), least=2)
-    _check_proposals(raw, algorithm, block_size)
+    from_anchor = raw.get("sample_from_anchor", algorithm == "dspark")  # the default of each algorithm's config class
+    block_size = require_int("block_size", requires(raw, "block_size", "it is the width of the block"))
+    _check_proposals(raw, algorithm, block_size if from_anchor is True else block_size - 1)
     _check_vocabulary(raw, layer)
     flat = _flat(raw, layer, algorithm)
     flat["num_target_layers"] = require_int("num_target_layers", num_target_layers)
     hidden = raw.get("target_hidden_size") or layer.get("hidden_size")
     taps = _taps(raw, flat["num_target_layers"], hidden, fc_shape)
     nest = {"block_size": block_size, "mask_token_id": raw.get("mask_token_id"), "target_layer_ids": taps}
-    flat["dflash_config"] = {**nest, **{key: raw[key] for key in _V2_KEYS if raw.get(key) is not None}}
+    flat["dflash_config"] = {**nest, **{key: raw[key] for key in sorted(_PART_KEYS) if raw.get(key) is not None}}
     return resolve(flat, allow_mask_is_eos=allow_mask_is_eos)
 
 
@@ -131,7 +133,7 @@ def _algorithm(raw: Mapping[str, Any]) -> str:
     return str(algorithm)
 
 
-def _check_proposals(raw: Mapping[str, Any], algorithm: str, block_size: int) -> None:
+def _check_proposals(raw: Mapping[str, Any], algorithm: str, most: int) -> None:
     given = raw.get("speculators_config")
     if given is None:
         return
@@ -150,10 +152,8 @@ def _check_proposals(raw: Mapping[str, Any], algorithm: str, block_size: int) ->
     for method in methods:
         known_only("in proposal_methods", method, _METHOD_KEYS)
         count = method.get("speculative_tokens")
-        if count is not None and require_int("speculative_tokens", count) > block_size - 1:
-            raise ConfigError(
-                f"speculative_tokens is {count}: a block of {block_size} proposes at most {block_size - 1}"
-            )
+        if count is not None and require_int("speculative_tokens", count) > most:
+            raise ConfigError(f"speculative_tokens is {count}: this block_size proposes at most {most}")
 
 
 def _check_vocabulary(raw: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
@@ -218,7 +218,7 @@ def config_to_dict(config: DraftConfig, *, dtype: str = "bfloat16") -> dict[str,
     slides = [layer for layer in config.layers if layer.window is not None]
     method = {
         "proposal_type": "greedy",
-        "speculative_tokens": config.block_size - 1,
+        "speculative_tokens": config.num_proposals,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
@@ -232,10 +232,10 @@ def config_to_dict(config: DraftConfig, *, dtype: str = "bfloat16") -> dict[str,
         "num_target_layers": config.num_target_layers,
         "target_hidden_size": config.target_hidden_size if config.target_hidden_size != config.hidden_size else None,
         "draft_vocab_size": config.vocab_size,
-        "sample_from_anchor": False,
+        "sample_from_anchor": config.predicts_from_anchor,
         "sliding_window_non_causal": not slides[0].is_causal if slides else algorithm == "dflash2",
         "tie_word_embeddings": False,
-        **{key: nest[key] for key in _V2_KEYS if key in nest},
+        **{key: value for key, value in {**flat, **nest}.items() if key in _PART_KEYS},
         "speculators_config": {
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
