@@ -31,6 +31,7 @@ def open_corpus(folder: Path, max_length: int = 64) -> Corpus:
 def test_a_batch_is_the_shards_content_padded(folder: Path) -> None:
     corpus = open_corpus(folder)
     shard = load_file(folder / "a-0000.safetensors")
+    assert (folder / "a-0000.safetensors").stat().st_mode == (folder / "a-0000.json").stat().st_mode
     assert (len(corpus), corpus.num_answer_tokens) == (2, 16)
     batch = corpus.batch([1, 0])
     assert batch.len_B.tolist() == [10, 11]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from blockdraft.errors import RequestError
-from blockdraft.targets import Target
+from blockdraft.targets.contract import Target
 from blockdraft.targets.writing import Written, write
 from blockdraft.text import Tokenizer
 from blockdraft.train.corpus import TextSequence

@@ -289,7 +289,10 @@ def write_shard(path: Path, sequences: Sequence[TextSequence], *, facts: CorpusF
             raise CheckpointError(f"{path}: a tap is not a finite {facts.features_dtype} number; {advice}")
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
+        temporary.touch()
+        rights = temporary.stat().st_mode  # those that files have here: safetensors would let nobody else read it
         save_file(tensors, str(temporary))
+        temporary.chmod(rights)
         sha256 = file_sha256(temporary)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:

@@ -88,7 +88,7 @@ def run_corpus(
 
 
 class ProgressLines:
-    """A line at a phase's start, every five seconds and at its end: what is done over all workers, and the time left."""
+    """A line at a phase's start, every five seconds and at its end: what is done over all workers, and what is left."""
 
     def __init__(self, num_workers: int, say: Callable[[str], None] | None) -> None:
         self.num_workers, self.say = num_workers, say

@@ -25,7 +25,7 @@ import torch
 
 from blockdraft.errors import CheckpointError, RequestError
 from blockdraft.inspection import read_target_facts
-from blockdraft.targets import Target, load_target
+from blockdraft.targets.contract import Target
 from blockdraft.targets.writing import write
 from blockdraft.text import Tokenizer, load_tokenizer
 from blockdraft.train.answers import Answers, AnswerSettings, Outcome, generator_for
@@ -225,6 +225,8 @@ class Writer:
     @cached_property
     def target(self) -> Target:
         """The target, loaded when there is something to write."""
+        from blockdraft.targets import load_target  # seconds, which a process with nothing to write does not spend
+
         name = self.recipe.optim.device
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
