@@ -86,7 +86,7 @@ def test_what_is_borrowed_is_the_targets_own(tmp_path: Path, is_tied: bool) -> N
 
 
 def test_the_final_norm_is_read_from_the_targets_files(place: Path) -> None:
-    from blockdraft.train.command import _final_norm
+    from blockdraft.train.borrowed import _final_norm
 
     facts = HFTarget(tiny_model()).facts
     assert torch.equal(_final_norm(place / "target", facts), torch.linspace(0.5, 2.0, 32))
