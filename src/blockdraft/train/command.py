@@ -130,11 +130,13 @@ class _Run:
     def target(self) -> Target:
         """The target in float32 where it runs on the CPU, as stored elsewhere; loaded when it is first needed."""
         if self._target is None:
-            device = self.parallel.device
-            layers = self.config.target_layer_ids
-            dtype = torch.float32 if device.type == "cpu" else None
-            self._target = load_target(self.folder, tap_layer_ids=layers, dtype=dtype, device=device)
+            self._target = self._load(self.config.target_layer_ids)
         return self._target
+
+    def _load(self, tap_layer_ids: tuple[int, ...]) -> Target:
+        device = self.parallel.device
+        dtype = torch.float32 if device.type == "cpu" else None
+        return load_target(self.folder, tap_layer_ids=tap_layer_ids, dtype=dtype, device=device)
 
     # ---- before the first step -----------------------------------------------------------------------------------
     def pass_gates(self) -> None:
@@ -161,12 +163,22 @@ class _Run:
         text.facts.check_target(recipe.target.name, self.folder)
         found: CorpusSource = text
         if recipe.text.features == "online":
-            found = OnlineCorpus(text, self.target, target_layer_ids=self.config.target_layer_ids)
+            found = self._online(text)
         found.check_fits(self.config)
         if parallel.is_main and recipe.text.features == "disk":
             check_target_wrote(self.target, found)
         self.say(f"corpus: {len(found)} sequences, {found.num_answer_tokens} tokens written by {found.facts.target}")
         return found
+
+    def _online(self, text: Corpus) -> OnlineCorpus:
+        """The taps computed in the step; a teacher's last layer beside them, by a second view of the target."""
+        layers, last = self.config.target_layer_ids, None
+        target = self.target
+        if self.recipe.loss.kind == "kl":
+            last = target.facts.num_layers - 1
+            if last not in layers:
+                target = self._load((*layers, last))
+        return OnlineCorpus(text, target, target_layer_ids=layers, last_layer_id=last)
 
     def trainer(self, corpus: CorpusSource) -> Trainer:
         """The trainer, fresh or where the run in the folder stands."""
