@@ -152,7 +152,7 @@ def test_the_main_process_alone_evaluates_shows_and_writes(corpus, tmp_path, sha
     main, other = run_processes(2, train_and_evaluate, recipe, corpus, tmp_path / "run", folder=tmp_path)
     assert (main.exit_code, other.exit_code) == (0, 0), (main, other)
     (at_2, at_4), *rest = main.result
-    assert rest == [[1, 2, 3, 4], (2, 2.0), True]
+    assert rest == [[1, 2, 2, 3, 4, 4], (2, 2.0), True]
     assert other.result == ([], [], (2, 2.0), True)
     for file, seen in ((BEST_FILE, at_2), (STATE_FILE, at_4)):
         kept = torch.load(tmp_path / "run" / file, weights_only=True)["model"]

@@ -121,7 +121,7 @@ class Trainer:
         """Train up to the recipe's last step (or to step `stop_after`), checkpointing on the way and at the end.
 
         `on_evaluate` gives an acceptance length every `evaluation.every_steps` and after the last step of the recipe.
-        Both functions are called in the main process only.
+        `on_step` gets every line of metrics, a step's or an evaluation's. Both are called in the main process only.
         """
         num_steps = self.recipe.optim.num_steps
         last = num_steps if stop_after is None else min(stop_after, num_steps)
@@ -135,10 +135,7 @@ class Trainer:
             started = time.perf_counter()
             metrics = self.train_step()
             metrics["step_s"] = round(time.perf_counter() - started, 4)
-            if self.parallel.is_main:
-                append_metrics(self.folder, metrics)
-                if on_step is not None:
-                    on_step(metrics)
+            self._tell(metrics, on_step)
             if self.step % self.recipe.save_every_steps == 0 or self.step == last or self._is_evaluated(self.step):
                 self.save()
 
@@ -162,8 +159,13 @@ class Trainer:
             "best_step": self.best[0],
             "evaluate_s": round(time.perf_counter() - started, 4),
         }
+        self._tell(line, on_step)
+
+    def _tell(self, line: dict[str, Any], on_step: OnStep | None) -> None:
         if self.parallel.is_main:
             append_metrics(self.folder, line)
+            if on_step is not None:
+                on_step(line)
 
     def _last_evaluated(self) -> int:
         lines = trim_metrics(self.folder, self.step)

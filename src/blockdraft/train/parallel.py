@@ -17,6 +17,7 @@ process alone evaluates or writes, the others wait for at most WAIT_TIMEOUT; any
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,9 +89,8 @@ class Parallel:
             )
         except (RuntimeError, ValueError) as error:
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            reason = str(error).splitlines()[0][:160]
             raise UnavailableError(
-                f"the processes did not find each other at {address} ({reason}); start them by {_LAUNCH}"
+                f"the processes did not find each other at {address} ({_said(error)}); start them by {_LAUNCH}"
             ) from None
         return cls(rank=rank, world_size=world_size, device=place, store=PrefixStore("blockdraft", store))
 
@@ -172,9 +172,8 @@ class Parallel:
             if first != self.rank:
                 raise OtherProcessFailed(f"process {first} has failed, and says why") from error
             if _is_lost_peer(error):
-                reason = str(error).splitlines()[0][:160]
                 raise UnavailableError(
-                    f"process {self.rank} lost touch with another process, which was killed or hangs ({reason}); "
+                    f"process {self.rank} lost touch with another process, which was killed or hangs ({_said(error)}); "
                     "the last checkpoint is whole: run again to go on from it"
                 ) from None
             raise
@@ -318,3 +317,9 @@ def _spread_like(own: Any, value: Any) -> Any:
 def _is_lost_peer(error: Exception) -> bool:
     """Whether an error is the network's: gloo's carry no kind of their own, only its name in the text."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+def _said(error: Exception) -> str:
+    """The first sentence of a network's error, without the place in its source."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^]]*\] *", "", line).split(". ")[0][:120]
