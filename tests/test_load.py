@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdraft import Engine, PairError, Request, formats, load
+from blockdraft import Engine, PairError, Request, load
 from blockdraft.errors import BlockdraftError
 from engine_kit import draft_config
 from tiny_pair import BLOCK_SIZE, MASK_ID, TinyPair, changed_copy, write_draft
@@ -67,7 +67,7 @@ def test_off_loads_no_draft(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a draft was read")
 
-    monkeypatch.setattr(formats, "read", never)
+    monkeypatch.setattr(load_module, "read_checkpoint", never)
     engine = load(tiny_pair.draft, tiny_pair.target, speculation="off")
     [completion] = engine.run([REQUEST])
     assert completion.speculation.reason == "speculation is switched off" and engine.target.tap_layer_ids == ()

@@ -13,10 +13,10 @@ from typing import Literal
 
 import torch
 
-from blockdraft import formats
 from blockdraft.draft import DraftModel
 from blockdraft.engine.core import Engine, check_fit
 from blockdraft.errors import BlockdraftError, PairError, RequestError, UnavailableError
+from blockdraft.formats import read as read_checkpoint
 from blockdraft.formats.source import locate
 from blockdraft.targets import ensure_target, load_target
 from blockdraft.text import load_tokenizer
@@ -107,7 +107,7 @@ def _load_draft(
         raise PairError("no draft was named for this target")
     facts = read_target_facts(target_folder)
     folder = builtin_draft() if draft is None else locate(draft, what="draft")
-    checkpoint = formats.read(folder, allow_mask_is_eos=allow_mask_is_eos, target=facts)
+    checkpoint = read_checkpoint(folder, allow_mask_is_eos=allow_mask_is_eos, target=facts)
     check_fit(checkpoint.config, facts, own=checkpoint.tensors, allow_mask_is_eos=allow_mask_is_eos)
     model = DraftModel.from_checkpoint(checkpoint, dtype=DTYPES[dtype], device=device)
     if device.type == "cpu" and dtype in ("float32", "bfloat16"):

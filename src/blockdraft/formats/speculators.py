@@ -110,7 +110,8 @@ def config_from_dict(
         raw, "num_target_layers", None if target is None else target.num_layers, _LABEL
     )
     from_anchor = raw.get("sample_from_anchor", algorithm == "dspark")  # the default of each algorithm's config class
-    block_size = require_int("block_size", requires(raw, "block_size", "it is the width of the block"))
+    least = 1 if from_anchor is True else 2
+    block_size = require_int("block_size", requires(raw, "block_size", "it is the width of the block"), least=least)
     _check_proposals(raw, algorithm, block_size if from_anchor is True else block_size - 1)
     _check_vocabulary(raw, layer)
     flat = _flat(raw, layer, algorithm)
