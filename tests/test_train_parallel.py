@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from blockdraft.train.corpus import Corpus
 from blockdraft.train.export import export_draft
 from blockdraft.train.loop import BEST_FILE, METRICS_FILE, STATE_FILE, Trainer
 from blockdraft.train.parallel import Parallel
+from blockdraft.train.recipe import MlaRecipe
 from engine_kit import tiny_model
-from train_kit import head_of, make_corpus, make_recipe
+from train_kit import TAPS, facts_of, head_of, make_corpus, make_recipe
 from train_processes import run_processes
 
 PROMPTS = [[1, 2, 3], [7, 5, 9, 4], [11, 3], [20, 21, 22], [8, 9]]
@@ -41,16 +43,17 @@ def trainer_of(recipe, corpus: Path, folder: Path, parallel: Parallel | None = N
     target = HFTarget(model)
     config = recipe.draft.config(target.facts)
     target.close()
-    return Trainer(recipe, config, head_of(model), Corpus(corpus, max_length=128), folder, parallel)
+    head = replace(head_of(model), final_norm_eps=1e-6)
+    return Trainer(recipe, config, head, Corpus(corpus, max_length=128), folder, parallel)
 
 
 def lines_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
-def assert_same_curve(one: Path, other: Path) -> None:
+def assert_same_curve(one: Path, other: Path, num_steps: int = STEPS) -> None:
     mine, theirs = lines_of(one), lines_of(other)
-    assert [line["step"] for line in mine] == [line["step"] for line in theirs] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in mine] == [line["step"] for line in theirs] == list(range(1, num_steps + 1))
     for a, b in zip(mine, theirs, strict=True):
         assert a.keys() == b.keys()
         for name in a.keys() - {"step_s"}:
@@ -63,8 +66,9 @@ def assert_same_curve(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    make_corpus(folder, tiny_model(dtype=torch.float32), PROMPTS, 20)
+    folder, model = tmp_path_factory.mktemp("corpus"), tiny_model(dtype=torch.float32)
+    make_corpus(folder, model, PROMPTS, 20)
+    facts_of(HFTarget(model, TAPS), last_layer_id=2).write(folder)  # which is also a tap: the teacher's input is there
     return folder
 
 
@@ -106,6 +110,24 @@ def test_two_processes_train_as_one_and_leave_the_same_file(corpus, alone, tmp_p
     assert torch.equal(one["generator"], other["generator"])
     assert {path.name for path in run.iterdir()} == {path.name for path in alone.iterdir()}
     export_draft(run / STATE_FILE, tmp_path / "draft", {})
+
+
+def latent_recipe(sharding: str, sequences: int):
+    """What `recipe_of` leaves out: latent attention, a teacher, noise, windows, a head in chunks and at last whole."""
+    mla = MlaRecipe(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+    return make_recipe(
+        draft={"gqa": None, "mla": mla, "windows": (0, 6)},
+        loss={"kind": "kl", "selector_detached": True, "full_head_from": 0.5, "head_chunk_blocks": 3},
+        optim={"num_steps": 6, "sequences_per_step": sequences, "taps_noise": 0.1, "sharding": sharding},
+    )
+
+
+@pytest.mark.parametrize("sharding", KINDS)
+def test_latent_attention_a_teacher_and_noise_change_nothing(corpus, tmp_path, sharding: str) -> None:
+    trainer_of(latent_recipe("none", 4), corpus, tmp_path / "alone").run()
+    ended = run_processes(2, train, latent_recipe(sharding, 2), corpus, tmp_path / "run", folder=tmp_path)
+    assert [e.exit_code for e in ended] == [0, 0], ended
+    assert_same_curve(tmp_path / "run", tmp_path / "alone", 6)
 
 
 @pytest.mark.parametrize(("sharding", "first"), [("ddp", 2), ("fsdp2", 2), ("fsdp2", 1)])

@@ -212,6 +212,7 @@ class Parallel:
         self.check_sharding(sharding)
         if sharding == "none":
             return forward
+        self.barrier()  # whoever is slow to load may take longer than COLLECTIVE_TIMEOUT
         step = _Step(model, forward)
         if sharding == "ddp":
             return DistributedDataParallel(step, find_unused_parameters=skips, gradient_as_bucket_view=True)
