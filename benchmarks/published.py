@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from blockdraft.config import DraftConfig
+from blockdraft.formats import DIALECTS
+
 _HABITS: dict[str, Any] = {
     "model_type": "qwen3",
     "dtype": "bfloat16",
@@ -36,12 +39,18 @@ class Published:
     target: str
     source: str
     config: Mapping[str, Any] | None = None
+    dialect: str = "z-lab"
     own: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     num_parameters: int | None = None
     billions: str | None = None
     gigabytes: str | None = None
     num_tensors: int | None = None
+
+    def read(self) -> DraftConfig:
+        """What the package makes of the config."""
+        assert self.config is not None
+        return DIALECTS[self.dialect].config_from_dict(self.config)
 
 
 def _gqa(
@@ -251,6 +260,56 @@ K31: dict[str, Any] = {
     "sliding_window": 1024,
     "dflash_config": {**K3_SIX_LAYERS["dflash_config"], "selector_top_k": 32},
 }
+# DeepSpec's layout: every key at top level, rows that predict from the anchor.
+DSPARK_8B: dict[str, Any] = {
+    **{key: value for key, value in QWEN3_8B.items() if key not in ("architectures", "dflash_config")},
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": 7,
+    "mask_token_id": 151669,
+    "target_layer_ids": [1, 9, 17, 25, 33],
+    "num_anchors": 512,
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+K3_DSPARK: dict[str, Any] = {
+    **{key: value for key, value in K3_FIVE_LAYERS.items() if key not in ("dflash_config", "sliding_window")},
+    "architectures": ["K3DSparkModel"],
+    "model_type": "k3_dspark",
+    "layer_types": ["full_attention"] * 5,
+    "use_sliding_window": False,
+    "num_target_layers": 5,
+    "target_num_hidden_layers": 93,
+    "target_hidden_size": 7168,
+    "target_layer_ids": [7, 31, 47, 63, 87],
+    "block_size": 7,
+    "mask_token_id": 163837,
+    "fc_norm": True,
+    "aux_hidden_stream": "attn_res",
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+DSPINE_27B: dict[str, Any] = {
+    **_gqa(
+        hidden=5120, mlp=17408, layers=5, vocab=248320, target_layers=64, taps=[5, 19, 33, 47, 61], mask=248070,
+        block=16, theta=1e7, length=262144, is_causal=True,
+    ),
+    "architectures": ["DSpineDraftModel"],
+    "dspine_config": {"transfer_rank": 1024, "message_size": 512, "top_k": 16},
+}  # fmt: skip
+# Its vocabulary and its target's layers are the target's: its own file states neither.
+MUSE_ASSISTANT: dict[str, Any] = {
+    **{key: value for key, value in MUSE_V2.items() if key not in ("dflash_config", "max_window_layers", "is_causal")},
+    "architectures": ["MuseGlimmerAssistantModel"],
+    "model_type": "muse_glimmer_assistant",
+    "sliding_window": 2048,
+    "block_size": 16,
+    "mask_token_id": 201818,
+    "target_layer_ids": [1, 13, 25, 37, 49],
+}
 
 PUBLISHED: tuple[Published, ...] = (
     Published(
@@ -411,5 +470,41 @@ PUBLISHED: tuple[Published, ...] = (
         assumed=("windows", "rope_theta", "max_position_embeddings"),
         num_parameters=547_918_336,
         num_tensors=69,
+    ),
+    Published(
+        name="meta-models/Muse-Glimmer-30B-assistant",
+        target="Muse-Glimmer-30B",
+        config=MUSE_ASSISTANT,
+        dialect="transformers",
+        source="transformers' class for it; loaders of other engines",
+        assumed=("rope_theta", "max_position_embeddings"),
+        billions="2.56",
+    ),
+    Published(
+        name="deepseek-ai/dspark_qwen3_8b_block7",
+        target="Qwen3-8B",
+        config=DSPARK_8B,
+        dialect="deepspec",
+        own=(EMBEDDING, HEAD),
+        source="DeepSpec's code and trainers that start from it",
+        assumed=("num_hidden_layers", "rope_theta", "max_position_embeddings"),
+    ),
+    Published(
+        name="lightseekorg/kimi-k3-dspark",
+        target="Kimi-K3",
+        config=K3_DSPARK,
+        dialect="k3-dspark",
+        source="fields quoted from its config",
+        assumed=("intermediate_size", "markov_head_type", "confidence_head_with_markov"),
+    ),
+    Published(
+        name="tencent/Qwen3.8-27B-DSpine-b16",
+        target="Qwen3.8-27B",
+        config=DSPINE_27B,
+        source="the trainer's code and its name",
+        assumed=(
+            "num_hidden_layers", "num_attention_heads", "intermediate_size", "target_layer_ids", "mask_token_id",
+            "windows", "rope_theta",
+        ),
     ),
 )  # fmt: skip

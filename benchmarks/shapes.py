@@ -75,14 +75,9 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
-def _config(entry: Published) -> DraftConfig:
-    assert entry.config is not None
-    return zlab.config_from_dict(entry.config)
-
-
 def _shapes(entries: list[Published]) -> Iterable[list[str]]:
     for entry in entries:
-        config = _config(entry)
+        config = entry.read()
         yield [
             entry.name,
             _FAMILIES[config.family] + (" MLA" if isinstance(config.attention, MlaConfig) else ""),
@@ -120,7 +115,7 @@ def _seen(config: DraftConfig) -> str:
 
 def _sizes(entries: list[Published]) -> Iterable[list[str]]:
     for entry in entries:
-        config = _config(entry)
+        config = entry.read()
         total = count_parameters(config, entry.own)["total"]
         tensors = len(zlab.expected_tensors(config)) + len(entry.own)
         star = "\\*" if _SIZING & set(entry.assumed) else ""
@@ -147,7 +142,7 @@ def _rounded(number: float, like: str | None) -> str:
 
 def _costs(entries: list[Published]) -> Iterable[list[str]]:
     for entry in entries:
-        config = _config(entry)
+        config = entry.read()
         cost = step_cost(config)
         limit = cache_bytes(config, config.max_position_embeddings)
         yield [

@@ -36,7 +36,7 @@ TAPS = [0, 2]
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("entry", KNOWN.values(), ids=KNOWN)
 def test_the_model_has_the_tensors_that_a_file_is_asked_for(entry: Published) -> None:
-    config = zlab.config_from_dict(entry.config)
+    config = entry.read()
     with torch.device("meta"):
         model = DraftModel(
             config,
@@ -66,7 +66,7 @@ def test_the_model_has_the_tensors_that_a_file_is_asked_for(entry: Published) ->
 )
 def test_counts(name: str, num_parameters: int, num_tensors: int) -> None:
     entry = KNOWN[name]
-    config = zlab.config_from_dict(entry.config)
+    config = entry.read()
     assert count_parameters(config, entry.own)["total"] == num_parameters
     assert len(zlab.expected_tensors(config)) + len(entry.own) == num_tensors
 
@@ -89,7 +89,8 @@ def layout_of(entry: Published) -> tuple[Any, ...]:
     return raw["architectures"][0], keys, kinds, raw.get("is_causal"), kind, entry.own
 
 
-# Of drafters on grouped-query attention that differ in numbers only, the first; latent attention: test_formats_mla.
+# Of DFlash drafters on grouped-query attention that differ in numbers only, the first. Latent attention, DSpark, DSpine
+# and other dialects have files of their own (test_formats_*).
 LAYOUTS = {layout_of(entry): entry for entry in reversed(KNOWN.values()) if "q_lora_rank" not in (entry.config or {})}
 GQA = {entry.name: entry for entry in LAYOUTS.values()}
 
