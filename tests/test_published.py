@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from blockdraft import formats
+from blockdraft.config import MlaConfig
 from blockdraft.draft import DraftModel
 from blockdraft.engine import Engine, Request
 from blockdraft.formats import zlab
@@ -79,6 +80,10 @@ def test_the_table_of_shapes_is_up_to_date_and_agrees_with_what_is_published() -
 
 
 # ---- each layout, small ----------------------------------------------------------------------------------------------
+def is_latent(entry: Published) -> bool:
+    return isinstance(entry.read().attention, MlaConfig)
+
+
 def layout_of(entry: Published) -> tuple[Any, ...]:
     """What two drafters share whose files differ in numbers only."""
     raw: dict[str, Any] = dict(entry.config or {})
@@ -91,7 +96,11 @@ def layout_of(entry: Published) -> tuple[Any, ...]:
 
 # Of DFlash drafters on grouped-query attention that differ in numbers only, the first. Latent attention, DSpark, DSpine
 # and other dialects have files of their own (test_formats_*).
-LAYOUTS = {layout_of(entry): entry for entry in reversed(KNOWN.values()) if "q_lora_rank" not in (entry.config or {})}
+LAYOUTS = {
+    layout_of(entry): entry
+    for entry in reversed(KNOWN.values())
+    if entry.dialect == "z-lab" and entry.read().family in ("dflash", "dflash2") and not is_latent(entry)
+}
 GQA = {entry.name: entry for entry in LAYOUTS.values()}
 
 
