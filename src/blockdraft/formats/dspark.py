@@ -74,6 +74,11 @@ def _kimi_from_dict(
     if stated is not None and isinstance(taps, list) and stated != len(taps):
         raise ConfigError(f"num_target_layers is {stated!r}: here it counts the taps, and there are {len(taps)}")
     flat["num_target_layers"] = depth
+    if raw.get("block_size") is None:
+        raise ConfigError(
+            "block_size is missing: engines take it from their command line for this class; write the number of rows "
+            "that the draft was trained with into config.json"
+        )
     return resolve(flat, allow_mask_is_eos=allow_mask_is_eos, fc_shape=fc_shape)
 
 
