@@ -10,6 +10,7 @@ import torch
 
 from blockdraft import Engine, PairError, Request, load
 from blockdraft.errors import BlockdraftError
+from blockdraft.formats.convert import convert
 from engine_kit import draft_config
 from tiny_pair import BLOCK_SIZE, MASK_ID, TinyPair, changed_copy, write_draft
 
@@ -135,3 +136,17 @@ def test_the_built_in_draft_stands_in_the_package() -> None:
 def test_loading_is_silent(tiny_pair: TinyPair, capfd: pytest.CaptureFixture[str]) -> None:
     load(tiny_pair.draft, tiny_pair.target)
     assert tuple(capfd.readouterr()) == ("", "")
+
+
+@pytest.mark.parametrize("dialect", ["speculators", "torchspec"])
+def test_a_draft_of_another_dialect_runs_as_the_same_draft(tiny_pair: TinyPair, tmp_path: Path, dialect: str) -> None:
+    config = draft_config(tiny_pair.facts, target_layer_ids=(0, 1), mask_token_id=MASK_ID)
+    folders = [write_draft(tmp_path / "ours", config), tmp_path / "theirs"]
+    convert(folders[0], folders[1], dialect)
+    if dialect == "speculators":  # published files do not say how many layers the target has
+        folders.append(changed_copy(folders[1], tmp_path / "published", num_target_layers=None))
+    engines = [load(folder, tiny_pair.target) for folder in folders]
+    runs = [engine.run([REQUEST])[0] for engine in engines]
+    assert all(run.token_ids == plain(engines[0]) for run in runs)
+    [work] = {(run.stats.num_steps, run.stats.num_draft_tokens, run.stats.num_accepted_draft_tokens) for run in runs}
+    assert work[1] > 0

@@ -44,9 +44,10 @@ _FOREIGN = (
     ("injection", "adjacent injection belongs to DSpine: the class DSpineDraftModel would fit"),
     (
         "context_proj",
-        "context_proj, context_norm and final_norm are training names: export the checkpoint first",
+        "context_proj, context_norm and final_norm are TorchSpec's training names: export the checkpoint first, or "
+        "convert it",
     ),
-    ("encoder.fc", "encoder.* names belong to a transformers assistant model, which is not supported"),
+    ("encoder.fc", "encoder.* names belong to a transformers assistant: model_type 'muse_glimmer_assistant' would fit"),
     ("mask_hidden", "a learned mask_hidden is not supported, only a mask embedding"),
     ("d2t", "d2t and t2d belong to a reduced draft vocabulary, which is not supported"),
     ("t2d", "d2t and t2d belong to a reduced draft vocabulary, which is not supported"),
