@@ -14,6 +14,7 @@ from blockdraft.formats import zlab
 from blockdraft.inspection import inspect_checkpoint, render_text
 from blockdraft.inspection.engines import ENGINES, LEVELS, Facts, examine_engines
 from drafts import K3_FIVE_LAYERS, K3_SIX_LAYERS, K31, KIMI_V1, QWEN_V1, QWEN_V2, TINY_MLA, TINY_V1, TINY_V2, edited
+from tiny_pair import run_cli
 
 TARGET = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 6, "max_position_embeddings": 999}
 OWN = ("embed_tokens.weight", "lm_head.weight", "mask_embedding")
@@ -150,3 +151,18 @@ def test_the_text_is_one_screen(tmp_path: Path, raw: dict[str, Any]) -> None:
     coloured = render_text(report, has_colours=True)
     assert "\x1b[" in coloured and "\x1b[" not in "\n".join(lines)
     assert re.sub(r"\x1b\[\d+m", "", coloured) == render_text(report)
+
+
+def test_of_a_hub_id_only_the_configs_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(K31))
+    asked: list[tuple[str, list[str]]] = []
+
+    def fetch(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    report = json.loads(run_cli("inspect", "owner/name", "--json").out)
+    assert asked == [("owner/name", ["config.json", "generation_config.json"])]
+    assert report["draft"] == "owner/name" and report["weights"] is None
+    assert report["parameters"]["total"] == 2_784_811_008

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,16 @@ def _conventions(facts: Facts) -> dict[str, Any]:
         "first_proposal_row": 0 if config.predicts_from_anchor else 1,
         "tap": "output of the layer, counted from 0; the last one before the final norm",
         "narrower_is_prefix": all(layer.is_causal for layer in config.layers),
-        "is_causality_declared": any(given.get(key) is not None for key in ("is_causal", "causal")),
+        "is_causality_declared": _is_causality_declared(facts, given),
         "has_target_two_streams": facts.is_kimi_k3,
         "is_tap_stream_declared": given.get("aux_hidden_stream") is not None,
     }
+
+
+def _is_causality_declared(facts: Facts, given: Mapping[str, Any]) -> bool:
+    """By a key, or by a class or layout that knows one causality only."""
+    is_fixed = not facts.is_zlab or facts.family == "dspine"
+    return is_fixed or any(given.get(key) is not None for key in ("is_causal", "causal"))
 
 
 def _weights(layout: Layout, config: DraftConfig, folder: Path) -> dict[str, Any] | None:

@@ -81,7 +81,7 @@ def _taps_text(report: Mapping[str, Any]) -> str:
         return f"{norms}, of the attention-residual stream"
     conventions = report["conventions"]
     is_open = conventions["has_target_two_streams"] and not conventions["is_tap_stream_declared"]
-    return norms + ("; stream not declared, taken as the prefix" if is_open else "")
+    return norms + ("; stream not declared: prefix" if is_open else "")
 
 
 def _layers(report: Mapping[str, Any]) -> Iterator[_Line]:
@@ -171,7 +171,7 @@ def _cost(report: Mapping[str, Any]) -> Iterator[_Line]:
     parts = [f"{name} {flops[name] / 1e9:.3g}" for name in ("block", "head", "attention", "markov") if flops[name]]
     yield _row(
         "computes",
-        f"{flops['total'] / 1e9:.3g} GFLOP a step at {cost['reference_context']} positions: {', '.join(parts)}, "
+        f"{flops['total'] / 1e9:.3g} GFLOP at {cost['reference_context']} positions: {', '.join(parts)}, "
         f"inject {flops['inject_per_position'] / 1e9:.3g} a position",
     )
 

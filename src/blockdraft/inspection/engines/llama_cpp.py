@@ -29,7 +29,7 @@ LLAMA_CPP = EngineRules(
             name="dialect",
             level="refused",
             when=lambda draft: draft.dialect not in ("z-lab",),
-            text="it does not read the layout of {dialect}: `blockdraft convert` writes z-lab's",
+            text="it does not read {dialect} files: `blockdraft convert` to z-lab first",
             source="llama.cpp convert_hf_to_gguf.py",
         ),
         Rule(

@@ -28,7 +28,7 @@ MISTRAL_RS = EngineRules(
             name="dialect",
             level="refused",
             when=lambda draft: draft.dialect not in ("z-lab",),
-            text="it does not read the layout of {dialect}: `blockdraft convert` writes z-lab's",
+            text="it does not read {dialect} files: `blockdraft convert` to z-lab first",
             source="mistral.rs speculative/dflash.rs",
         ),
         Rule(

@@ -20,8 +20,8 @@ SGLANG = EngineRules(
         Rule(
             name="dialect",
             level="refused",
-            when=lambda draft: draft.dialect not in ("z-lab", "deepspec"),
-            text="it does not read the layout of {dialect}: `blockdraft convert` writes z-lab's",
+            when=lambda draft: draft.dialect not in ("z-lab", "deepspec", "k3-dspark"),
+            text="it does not read {dialect} files: `blockdraft convert` to z-lab first",
             source="sglang dflash_utils.py; speculators PR 1006",
         ),
         Rule(
@@ -34,7 +34,7 @@ SGLANG = EngineRules(
         Rule(
             name="mla_dflash",
             level="unknown",
-            when=lambda draft: draft.is_mla and not draft.is_v2,
+            when=lambda draft: draft.is_mla and draft.family == "dflash",
             text="its loading of drafts on latent attention was not found",
             source="sglang models/dflash.py; SpecForge PR 758 trains them",
         ),
@@ -90,7 +90,7 @@ SGLANG = EngineRules(
         Rule(
             name="v1_sampling",
             level="note",
-            when=lambda draft: not draft.is_v2,
+            when=lambda draft: draft.family == "dflash",
             text="at T > 0 proposals are the most likely ids, checked against the target alone: exact",
             source="sglang dflash_worker_v2.py",
         ),

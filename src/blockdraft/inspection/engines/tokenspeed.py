@@ -21,7 +21,7 @@ TOKENSPEED = EngineRules(
             name="dialect",
             level="refused",
             when=lambda draft: draft.dialect not in ("z-lab", "torchspec", "k3-dspark"),
-            text="it does not read the layout of {dialect}: `blockdraft convert` writes z-lab's",
+            text="it does not read {dialect} files: `blockdraft convert` to z-lab first",
             source="tokenspeed drafter/dflash.py",
         ),
         Rule(

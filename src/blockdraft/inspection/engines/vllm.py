@@ -21,12 +21,12 @@ VLLM = EngineRules(
             name="dialect",
             level="refused",
             when=lambda draft: draft.dialect == "speculators" and draft.is_v2,
-            text="speculators' flat keys of DFlash 2 are not read raw: `blockdraft convert` writes z-lab's",
+            text="speculators' flat keys of DFlash 2 are not read: `blockdraft convert` to z-lab first",
             source="speculators PR 1006, its serving notes",
         ),
         Rule(
             name="block",
-            level="lower_acceptance",
+            level="note",
             when=lambda draft: draft.family == "dspark",
             text="more proposals than the trained {proposals} make every position collapse",
             source="vllm issue 41834",
@@ -48,8 +48,8 @@ VLLM = EngineRules(
         Rule(
             name="mla",
             level="refused",
-            when=lambda draft: draft.is_mla and not (draft.is_v2 and draft.is_causal),
-            text="0.32 has no draft on latent attention; PR 57902 (open) loads non-causal DFlash 2 ones",
+            when=lambda draft: draft.is_mla and (draft.family == "dflash" or (draft.is_v2 and not draft.is_causal)),
+            text="0.32 has no DFlash on latent attention; open PR 57902 loads DFlash 2 drafts",
             source="vLLM 0.32 as released; vllm PR 57902",
         ),
         Rule(
