@@ -202,20 +202,23 @@ def test_round_trip_in_every_dialect_that_can_say_it(tmp_path: Path, name: str, 
     tensors = random_tensors(config, dtype=torch.float64)
     tensors |= {f"{name}.weight": torch.randn(32, 24, dtype=torch.float64) for name in ("embed_tokens", "lm_head")}
     model = DraftModel.from_checkpoint(formats.Checkpoint(config, tensors))
-    able = DIALECTS_OF.get(name, ("z-lab", "deepspec"))
+    able = set()
     for dialect in formats.DIALECTS:
         folder = tmp_path / dialect
-        if dialect not in able:
-            with pytest.raises(BlockdraftError, match="cannot express|has no place") as caught:
-                formats.write(folder, formats.Checkpoint(config, tensors), dialect=dialect, dtype=None)
-            assert "\n" not in str(caught.value) and not folder.exists()
+        try:
+            formats.write(folder, formats.Checkpoint(config, tensors), dialect=dialect, dtype=None)
+        except BlockdraftError as error:
+            assert "cannot express" in str(error) or "has no place" in str(error)
+            assert "\n" not in str(error) and not folder.exists()
             continue
-        formats.write(folder, formats.Checkpoint(config, tensors), dialect=dialect, dtype=None)
+        able.add(dialect)
         assert formats.find_dialect(folder).name == dialect
         back = formats.read(folder)
         assert back.config == config and back.tensors.keys() == tensors.keys()
         assert all(torch.equal(back.tensors[key], value) for key, value in tensors.items())
         assert back.tensors.keys() == DraftModel.from_checkpoint(back).state_dict().keys() == model.state_dict().keys()
+    assert able >= set(DIALECTS_OF.get(name, ("z-lab", "deepspec")))
+    assert name != "dspine" or able == {"z-lab"}
 
 
 def test_names_on_disk(tmp_path: Path) -> None:
