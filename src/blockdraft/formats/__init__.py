@@ -12,23 +12,38 @@ from typing import TYPE_CHECKING
 
 from blockdraft.config import DraftConfig, TargetFacts
 from blockdraft.errors import CheckpointError, ConfigError
-from blockdraft.formats import dspark, native, speculators, torchspec, zlab
+from blockdraft.formats import dspark, gguf, native, speculators, torchspec, zlab
+from blockdraft.formats._gguf_file import find_gguf
 from blockdraft.formats._layout import Checkpoint, Layout, read_raw_config
 from blockdraft.formats._safetensors import list_entries
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DIALECTS", "Checkpoint", "Layout", "find_dialect", "read", "read_config", "read_header", "write"]
+__all__ = [
+    "DIALECTS",
+    "FILE_DIALECTS",
+    "Checkpoint",
+    "Layout",
+    "find_dialect",
+    "read",
+    "read_config",
+    "read_header",
+    "write",
+]
 
+# Of folders; dialects of single files stand beside them.
 DIALECTS: Mapping[str, Layout] = {
     layout.name: layout
     for layout in (zlab.LAYOUT, speculators.LAYOUT, native.LAYOUT, torchspec.LAYOUT, dspark.DEEPSPEC, dspark.KIMI)
 }
+FILE_DIALECTS: Mapping[str, gguf.GgufLayout] = {gguf.LAYOUT.name: gguf.LAYOUT}
 
 
 def find_dialect(source: Path | str) -> Layout:
-    """The dialect of a checkpoint folder or a bare config.json. Raises ConfigError if two are mixed in it."""
+    """The dialect of a checkpoint folder, a bare config.json or a GGUF file. Raises ConfigError if two are mixed."""
+    if find_gguf(source) is not None:
+        return gguf.LAYOUT
     raw, folder = read_raw_config(source)
     if not isinstance(raw, Mapping):
         return zlab.LAYOUT
@@ -55,7 +70,7 @@ def read(
     `target` settles what some dialects leave open (the target's layers and vocabulary). `dtype` None: as stored.
     """
     path = Path(folder)
-    layout = zlab.LAYOUT if path.is_file() else find_dialect(path)
+    layout = zlab.LAYOUT if path.is_file() and find_gguf(path) is None else find_dialect(path)
     return layout.read(path, dtype=dtype, allow_mask_is_eos=allow_mask_is_eos, target=target)
 
 
@@ -84,8 +99,21 @@ def write(
     dialect: str = "z-lab",
     dtype: str | None = "bfloat16",
     overwrite: bool = False,
+    target: Path | None = None,
 ) -> None:
-    """Write a folder of a dialect, all of it or nothing; what the dialect cannot express is refused by name."""
-    if dialect not in DIALECTS:
-        raise ConfigError(f"dialect is {dialect!r}: there are {', '.join(DIALECTS)}")
-    DIALECTS[dialect].write(folder, checkpoint, dtype=dtype, overwrite=overwrite)
+    """Write a folder or file of a dialect, all of it or nothing; what it cannot express is refused by name.
+
+    `target` is the GGUF of the target, for the dialect gguf alone.
+    """
+    _of_name(dialect, target).write(folder, checkpoint, dtype=dtype, overwrite=overwrite)
+
+
+def _of_name(name: str, target: Path | None) -> Layout:
+    """The dialect of a name. `target`: the file of a target, for a dialect whose files hold its tokenizer."""
+    if name in FILE_DIALECTS:
+        return FILE_DIALECTS[name].of_target(target)
+    if target is not None:
+        raise ConfigError(f"a target is given, but {name} takes nothing from one: only gguf does")
+    if name not in DIALECTS:
+        raise ConfigError(f"the dialect is {name!r}: there are {', '.join([*DIALECTS, *FILE_DIALECTS])}")
+    return DIALECTS[name]

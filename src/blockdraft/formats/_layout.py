@@ -32,7 +32,7 @@ from blockdraft.formats._zlab_tensors import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MASK_EMBEDDING_FILE", "Checkpoint", "Layout", "has_mask_embedding_file", "read_raw_config"]
+__all__ = ["MASK_EMBEDDING_FILE", "Checkpoint", "Layout", "check_values", "has_mask_embedding_file", "read_raw_config"]
 
 CONFIG = "config.json"
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
@@ -163,7 +163,7 @@ class Layout:
         tensors = _load(entries)
         if has_mask_embedding_file(folder):
             tensors[MASK_EMBEDDING] = _read_mask_embedding(folder / MASK_EMBEDDING_FILE, config)
-        _check_values(tensors)
+        check_values(tensors)
         if dtype is not None:
             tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         return Checkpoint(config=config, tensors=tensors)
@@ -219,7 +219,7 @@ class Layout:
         kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
         header = {name: (names.get(kinds[name], kinds[name]), tuple(tensor.shape)) for name, tensor in tensors.items()}
         self.check(checkpoint.config, header)
-        _check_values(tensors)
+        check_values(tensors)
         return tensors, kinds["fc.weight"]
 
 
@@ -273,7 +273,8 @@ def _part(stream: Any, entry: Entry) -> torch.Tensor:
     return stream.get_slice(entry.name)[begin:end]
 
 
-def _check_values(tensors: Mapping[str, torch.Tensor]) -> None:
+def check_values(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError for a tensor with NaN or infinity."""
     bad = sorted(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
     if bad:
         raise CheckpointError(f"{len(bad)} tensors hold NaN or infinity: {some(bad)}; the checkpoint is damaged")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from blockdraft.config import TargetFacts
 from blockdraft.errors import CheckpointError, ConfigError
-from blockdraft.formats import DIALECTS, Checkpoint, find_dialect
+from blockdraft.formats import DIALECTS, FILE_DIALECTS, Checkpoint, find_dialect
 
 __all__ = ["Conversion", "convert"]
 
@@ -34,17 +34,20 @@ def convert(
     overwrite: bool = False,
     allow_mask_is_eos: bool = False,
     target: TargetFacts | None = None,
+    target_file: Path | None = None,
 ) -> Conversion:
     """Write `source` to `destination` in another dialect. `dtype` None keeps every tensor as it is.
 
     Raises ConfigError or CheckpointError for what the dialect cannot express; then nothing is written. `target`
-    settles what the source does not state (the target's layers and vocabulary).
+    settles what the source does not state (the target's layers and vocabulary). `target_file` is the target's GGUF,
+    whose tokenizer goes into a draft of the dialect gguf.
     """
-    if dialect not in DIALECTS:
-        raise ConfigError(f"--to is {dialect!r}: there are {', '.join(DIALECTS)}")
+    if dialect not in DIALECTS and dialect not in FILE_DIALECTS:
+        raise ConfigError(f"--to is {dialect!r}: there are {', '.join([*DIALECTS, *FILE_DIALECTS])}")
     if Path(source).resolve() == Path(destination).resolve():
         raise CheckpointError(f"{destination} is the source itself: choose another folder")
-    found, wanted = find_dialect(source), DIALECTS[dialect]
+    found = find_dialect(source)
+    wanted = DIALECTS[dialect] if dialect in DIALECTS else FILE_DIALECTS[dialect].of_target(target_file)
     checkpoint = found.read(source, allow_mask_is_eos=allow_mask_is_eos, target=target)
 
     def verify(folder: Path) -> None:
