@@ -500,6 +500,9 @@ PAIR = "PAIR"  # stands for the words that name the tiny pair
         (["--no-draft", "--target", "nowhere/at/all", "hi"], b"", "target 'nowhere/at/all': no such folder"),
         (["--no-draft", "--width", "3", "hi"], b"", "width is 3 while speculation is off"),
         (["--no-draft", "--compare", "hi"], b"", "drop --no-draft"),
+        (["--no-draft", "--min-confidence", "0.5", "hi"], b"", "min_confidence is 0.5 while speculation is off"),
+        ([PAIR, "--min-confidence", "0.5", "hi"], b"", "no confidence head"),
+        (["--min-confidence", "2", "hi"], b"", "min_confidence is 2"),
     ],
 )
 def test_generate_refuses_in_one_line(

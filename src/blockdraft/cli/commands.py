@@ -33,6 +33,7 @@ def train(
     stop_after: Annotated[int | None, typer.Option(help="Pause at this step; the next call goes on.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     no_gates: Annotated[bool, typer.Option("--no-gates", help="Skip the checks before the first step.")] = False,
+    tracker: Annotated[str | None, typer.Option(help="Send the metrics to trackio, wandb or tensorboard too.")] = None,
 ) -> None:
     """Train a drafter; the last step exports it to OUT/draft."""
     if as_json and not plan:

@@ -42,6 +42,9 @@ def generate(
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Plain first, then with the draft; same text?")] = False,
     width: Annotated[int | None, typer.Option(help="Block width (anchor + proposals), 2 to the trained one.")] = None,
+    min_confidence: Annotated[
+        float, typer.Option(help="End a block where the draft expects less acceptance (confidence head); 0 never.")
+    ] = 0.0,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Length limit in tokens; without it 256, or what the context leaves.")
     ] = None,
@@ -99,7 +102,8 @@ def generate(
         "seed": seed,
         "num_logprobs": logprobs,
         "width": width,
-        "speculate": False if no_draft else None if width is None else True,
+        "min_confidence": min_confidence,
+        "speculate": False if no_draft else None if width is None and not min_confidence else True,
     }
     Request(prompt_ids=(0,), **settings)  # what is wrong with the options is said before anything is loaded
     asked = _read_prompts(prompt, prompts, system, raw)

@@ -117,7 +117,7 @@ def compare_ways(engine: Engine, requests: list[Request]) -> None:
     plain, drafted = [], []
     for number, request in enumerate(requests):
         note("--- plain decoding")
-        plain.append(watch(engine, replace(request, speculate=False, width=None), explain=False))
+        plain.append(watch(engine, replace(request, speculate=False, width=None, min_confidence=0.0), explain=False))
         note("--- with the draft")
         drafted.append(watch(engine, replace(request, speculate=True), explain=number == 0))
     same = sum(a.token_ids == b.token_ids for a, b in zip(plain, drafted, strict=True))

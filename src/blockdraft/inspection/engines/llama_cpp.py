@@ -28,7 +28,7 @@ LLAMA_CPP = EngineRules(
         Rule(
             name="dialect",
             level="refused",
-            when=lambda draft: draft.dialect not in ("z-lab",),
+            when=lambda draft: draft.dialect not in ("z-lab", "deepspec"),
             text="it does not read {dialect} files: `blockdraft convert` to z-lab first",
             source="llama.cpp convert_hf_to_gguf.py",
         ),
