@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -316,3 +318,22 @@ def test_half_of_the_variables_is_an_error(monkeypatch) -> None:
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("WORLD_SIZE")
     assert Parallel.from_env().world_size == 1
+
+
+def test_the_command_under_torchrun_shows_one_progress_and_one_result(corpus, tmp_path) -> None:
+    tiny_model(dtype=torch.float32).save_pretrained(tmp_path / "target")
+    recipe = make_recipe(loss={"selector_start_step": 2}, optim={"num_steps": 3})
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "blockdraft.cli", "train", "recipe.toml", "optim.sharding=fsdp2", "--no-gates"]
+    command += ["--corpus", str(corpus), "--target", "target", "--out", "out"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # without it torchrun says that it sets it
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "drafter out/draft\n"
+    lines = ran.stderr.splitlines()
+    assert len(set(lines)) == len(lines)
+    assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/3", "3/3"], ran.stderr
+    assert not [line for line in lines if "warning" in line.lower()], ran.stderr
+    assert json.loads((tmp_path / "out/draft/run.json").read_text())["processes"] == 2
+    assert state_of(tmp_path / "out")["step"] == 3

@@ -8,7 +8,8 @@ Launch (a folder that all processes see; `optim.sequences_per_step` is per proce
     torchrun --nproc-per-node 8 -m blockdraft.cli train recipe.toml ... optim.sharding=ddp
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m blockdraft.cli train ...
 sharding "ddp" keeps the whole draft in every process; "fsdp2" spreads weights, gradients and the optimiser's state,
-layer by layer, for drafts that do not fit.
+layer by layer, for drafts that do not fit. The checkpoint is one file, the same for any number of processes: a run goes
+on with another number as long as the sequences of a step, over all processes, stay as many.
 
 A process that fails says why, in one line; the others end without a word (`OtherProcessFailed`). While the main
 process alone evaluates or writes, the others wait for at most WAIT_TIMEOUT; anything else may take COLLECTIVE_TIMEOUT.
