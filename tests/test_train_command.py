@@ -15,6 +15,7 @@ from blockdraft.train.borrowed import check_target_wrote, frozen_head
 from blockdraft.train.command import run_training
 from blockdraft.train.corpus import Corpus
 from engine_kit import bigram_model, tiny_model
+from tiny_pair import run_cli
 from train_kit import TAPS, head_of, make_corpus, make_recipe
 
 
@@ -33,7 +34,7 @@ def place(tmp_path_factory) -> Path:
 
 def run(place: Path, out: Path, **options):
     named = {"source": "recipe.toml", "corpus": "corpus", "target": "target", "has_gates": False, **options}
-    paths = {k: place / v if isinstance(v, str) and k != "commit" else v for k, v in named.items()}
+    paths = {k: place / v if isinstance(v, str) and k not in ("commit", "tracker") else v for k, v in named.items()}
     return run_training(out=out, **paths)
 
 
@@ -110,9 +111,18 @@ def test_another_targets_corpus_is_refused(place: Path, tmp_path: Path) -> None:
         ({"corpus": "target"}, CheckpointError, "not a corpus"),
         ({"target": "nowhere"}, CheckpointError, "no such folder"),
         ({"stop_after": 0}, ConfigError, "stop_after is 0"),
+        ({"tracker": "wendb"}, ConfigError, "tracker 'wendb' is not known"),
     ],
 )
 def test_bad_names_are_refused_before_anything_is_written(place: Path, tmp_path: Path, options, kind, words) -> None:
     with pytest.raises(kind, match=words):
         run(place, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_passes_every_option_on(place: Path, tmp_path: Path) -> None:
+    words = ["train", place / "recipe.toml", "--target", place / "target", "--corpus", place / "corpus"]
+    ran = run_cli(*words, "--out", tmp_path / "out", "--no-gates", "--tracker", "wendb")
+    assert (ran.code, ran.out) == (2, "") and "tracker 'wendb' is not known" in ran.err
+    ran = run_cli(*words, "--out", tmp_path / "out", "--no-gates", "--stop-after", "2")
+    assert (ran.code, ran.out) == (0, "step 2 of 25\n")

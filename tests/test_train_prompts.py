@@ -61,6 +61,12 @@ def test_a_file_gives_prompts_and_conversations(tmp_path) -> None:
     assert [one.source for one in found] == ["p.jsonl"] * 3
 
 
+def test_a_line_separator_inside_a_prompt_does_not_end_its_line(tmp_path) -> None:
+    path, text = tmp_path / "p.jsonl", "one\u2028two\x85three"
+    path.write_bytes(json.dumps({"prompt": text}, ensure_ascii=False).encode() + b"\r\n" + b'{"prompt": "four"}\n')
+    assert [one.user_texts() for one in read_file(str(path))] == [[text], ["four"]]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

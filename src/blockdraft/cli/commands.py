@@ -57,7 +57,14 @@ def train(
     assert out is not None
     try:
         done = run_training(
-            resolved, corpus, target, out, stop_after=stop_after, has_gates=not no_gates, on_progress=note
+            resolved,
+            corpus,
+            target,
+            out,
+            stop_after=stop_after,
+            has_gates=not no_gates,
+            tracker=tracker,
+            on_progress=note,
         )
     except OtherProcessFailed:  # the process that failed has printed why
         raise typer.Exit(2) from None

@@ -41,7 +41,7 @@ from blockdraft.train.progress import TrainingProgress
 from blockdraft.train.recipe import Recipe
 from blockdraft.train.report import draw_figure
 from blockdraft.train.state import BEST_FILE, METRICS_FILE, STATE_FILE, append_line
-from blockdraft.train.trackers import open_tracking
+from blockdraft.train.trackers import check_tracker, open_tracking
 from blockdraft.train.writer import HELD_OUT_FILE, read_manifest
 
 __all__ = ["TrainingRun", "run_training"]
@@ -93,6 +93,8 @@ def run_training(
     parallel = Parallel.from_env(resolve_device(recipe.optim).type)
     with parallel.together():
         parallel.check_sharding(recipe.optim.sharding)
+        if tracker is not None and parallel.is_main:
+            check_tracker(tracker)
         say = on_progress if on_progress is not None and parallel.is_main else _silent
         run = _Run(recipe, out, parallel, say)
         if has_gates:

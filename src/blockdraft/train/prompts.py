@@ -90,7 +90,8 @@ def conversation(messages: Sequence[Mapping[str, Any]], source: str, suffix: str
 def read_file(name: str) -> list[Conversation]:
     """The prompts of a JSONL file. Raises RequestError, naming the line, for one that cannot be meant."""
     try:
-        lines = Path(name).read_text(encoding="utf-8-sig").splitlines()
+        # Not splitlines(): JSON strings may hold other line separators as they are.
+        lines = Path(name).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"prompts.files: {shown(name)} cannot be read ({error}); name JSONL files") from None
     try:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from blockdraft.errors import ConfigError, UnavailableError
 
-__all__ = ["TRACKERS", "Tracking", "open_tracking"]
+__all__ = ["TRACKERS", "Tracking", "check_tracker", "open_tracking"]
 
 
 class _Run(Protocol):
@@ -46,6 +46,17 @@ class Tracking:
             self._say(f"{self.name} failed ({type(error).__name__}: {error}); the run goes on without it")
 
 
+def check_tracker(name: str) -> Any:
+    """The module of the service `name`. Raises ConfigError for an unknown one, UnavailableError if it is missing."""
+    if name not in TRACKERS:
+        raise ConfigError(f"tracker {name!r} is not known; there are {', '.join(TRACKERS)}")
+    module_name, package, _ = TRACKERS[name]
+    try:
+        return importlib.import_module(module_name)
+    except ImportError:
+        raise UnavailableError(f"{name} is not installed; pip install {package}, or leave the tracker out") from None
+
+
 def open_tracking(
     name: str,
     *,
@@ -56,15 +67,9 @@ def open_tracking(
     say: Callable[[str], None],
 ) -> Tracking:
     """Tracking by the service `name`; a run of the same name goes on. Raises UnavailableError with what to install."""
-    if name not in TRACKERS:
-        raise ConfigError(f"tracker {name!r} is not known; there are {', '.join(TRACKERS)}")
-    module_name, package, opener = TRACKERS[name]
+    module = check_tracker(name)
     try:
-        module = importlib.import_module(module_name)
-    except ImportError:
-        raise UnavailableError(f"{name} is not installed; pip install {package}, or leave the tracker out") from None
-    try:
-        run = opener(module, project, run_name, recipe, folder)
+        run = TRACKERS[name][2](module, project, run_name, recipe, folder)
     except Exception as error:
         raise UnavailableError(f"{name} could not be started ({type(error).__name__}: {error})") from None
     return Tracking(name, run, say)
