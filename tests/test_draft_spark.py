@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -143,6 +145,67 @@ def test_proposals_follow_the_law_that_is_told(name: str) -> None:
     for seed in range(300):
         counts[block.propose(1.3, seed).ids_G[0]] += 1
     assert float((counts / 300 - wanted).abs().max()) < 0.1
+
+
+@pytest.mark.parametrize("name", ["vanilla", "rnn", "dspine"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 3.0])
+def test_broken_logits_still_give_a_law(name: str, value: float, temperature: float) -> None:
+    """A draft that overflows proposes under a valid law all the same: the text stays exact."""
+    block = Block(CONFIGS[name])
+    block.logits[1:, 5:7] = value
+    block.head = torch.full_like(block.head, value)
+    proposal = block.propose(temperature)
+    assert all(0 <= token < 32 for token in proposal.ids_G.tolist())
+    if proposal.q is not None:
+        law = dense(proposal, 32)
+        torch.testing.assert_close(law.sum(-1), torch.ones(len(law), dtype=law.dtype))
+        assert bool((law.gather(1, proposal.ids_G[:, None]) > 0).all())
+
+
+@cases
+def test_rounds_of_random_acceptance_over_a_cache_equal_one_pass_from_scratch(config: DraftConfig) -> None:
+    """Every width, far past the windows of 5: rows and greedy proposals of each round."""
+    chance = random.Random(len(config.layers) + config.num_proposals)
+    model = random_model(config, seed=2)
+    scratch, generator = FromScratch(model), torch.Generator().manual_seed(2)
+    taps = torch.randn(40, 2, TAP_WIDTH, generator=generator, dtype=torch.float64)
+    head, cache, count = model.own_head, model.new_cache(), 3
+    assert head is not None
+    model.inject(taps[:count], cache)
+    first = 0 if config.predicts_from_anchor else 1
+    for length in (config.block_size, *range(1 + first, config.block_size + 1)):
+        anchor = chance.randrange(4, config.vocab_size)
+        noise = model.noise([anchor], length, no_target)
+        rows = model(noise, [cache], [anchor])
+        hidden = model.head_rows(rows, [anchor])[0]
+        if config.injection is None:
+            wanted_rows = wanted = scratch.hidden(taps[:count], noise[0])
+        else:
+            wanted_rows, wanted = scratch.spine_rows(taps[:count], noise[0], anchor)
+        torch.testing.assert_close(rows[0], wanted_rows, **CLOSE)
+        torch.testing.assert_close(hidden, wanted, **CLOSE)
+        proposal = model.propose(
+            rows[0],
+            anchor,
+            hidden[first:] @ head.T,
+            0.0,
+            None,
+            exclude_ids=(config.mask_token_id,),
+            candidate_logits=lambda rows, ids: (rows @ head.T).gather(1, ids),
+        )
+        before = [anchor]
+        for token in proposal.ids_G.tolist():
+            if config.injection is None:
+                law = scratch.spark_law(wanted[first:], before, 1.0)
+            else:
+                law = scratch.spine_law(wanted_rows[first:], wanted[first:], before, 1.0)
+            assert token == int(law.argmax())
+            before.append(token)
+        more = chance.randint(1, length + 1 - first)
+        model.inject(taps[count : count + more], cache)
+        count += more
+    assert cache.num_positions == count > 6
 
 
 def test_a_draw_never_falls_on_what_has_no_weight() -> None:

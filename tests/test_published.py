@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from blockdraft import formats
+from blockdraft.accept import SamplingParams
 from blockdraft.config import MlaConfig
 from blockdraft.draft import DraftModel
 from blockdraft.engine import Engine, Request
@@ -20,7 +23,9 @@ from blockdraft.formats import zlab
 from blockdraft.inspection import count_parameters, inspect_checkpoint
 from drafts import edited
 from engine_kit import VOCAB, hf_target, plain_ids, tiny_model
+from exactness import pooled_chi_square_ok
 from gqa_kit import FromScratch
+from test_engine_sampling import raw_table, table_model, target_distribution_table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -104,7 +109,7 @@ LAYOUTS = {
 GQA = {entry.name: entry for entry in LAYOUTS.values()}
 
 
-def reduced(raw: dict[str, Any]) -> dict[str, Any]:
+def reduced(raw: dict[str, Any], vocab_size: int = VOCAB) -> dict[str, Any]:
     """A published config with every size made small: the same keys at the same places."""
     nest = raw["dflash_config"]
     small: dict[str, Any] = {
@@ -113,7 +118,7 @@ def reduced(raw: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
-        "vocab_size": VOCAB,
+        "vocab_size": vocab_size,
         "max_position_embeddings": 512,
         "num_hidden_layers": 3,
         "num_target_layers": 3,
@@ -134,9 +139,9 @@ def reduced(raw: dict[str, Any]) -> dict[str, Any]:
     return edited(raw, **small)
 
 
-def written(folder: Path, entry: Published) -> None:
+def written(folder: Path, entry: Published, vocab_size: int = VOCAB) -> None:
     """Random weights as a publisher would leave them: their config.json, their names, their extra file."""
-    raw = reduced(dict(entry.config or {}))
+    raw = reduced(dict(entry.config or {}), vocab_size)
     config = zlab.config_from_dict(raw)
     generator = torch.Generator().manual_seed(len(entry.name))
     optional = zlab.optional_tensors(config)
@@ -218,3 +223,38 @@ def test_drafts_equal_a_forward_pass_from_scratch(loaded: dict[str, DraftModel],
         draft.inject(taps[count : count + more], cache)
         count += more
     assert count > 7
+
+
+@pytest.mark.parametrize(
+    "name", ["z-lab/Qwen3.6-27B-DFlash", "z-lab/Qwen3.8-27B-DFlash2", "canada-quant/GLM-5.3-Flash-DFlash2-G"]
+)
+def test_the_law_of_sampled_text_is_kept(tmp_path: Path, name: str) -> None:
+    """From disk, every width in one batch, past the window of 7: each next token after its one before."""
+    table, params = table_model(), SamplingParams(temperature=0.9)
+    raw_VV = raw_table(table)
+    size = len(raw_VV)
+    written(tmp_path / "draft", GQA[name], size)
+    draft = DraftModel.from_checkpoint(formats.read(tmp_path / "draft"))
+    most = draft.config.max_width
+    engine = Engine(hf_target(table, TAPS), draft)
+    requests = [
+        Request(
+            prompt_ids=[i % size],
+            max_new_tokens=8,
+            stop_ids=frozenset(),
+            sampling=params,
+            width=2 + i % (most - 1),
+            seed=i,
+        )
+        for i in range(56)
+    ]
+    counts: list[Counter[int]] = [Counter() for _ in range(size)]
+    accepted = 0
+    for request, done in zip(requests, engine.run(requests), strict=True):
+        accepted += done.stats.num_accepted_draft_tokens
+        for before, token in itertools.pairwise([request.prompt_ids[-1], *done.token_ids]):
+            counts[before][token] += 1
+    assert accepted > 20
+    laws = [dict(enumerate(row)) for row in target_distribution_table(raw_VV, params).tolist()]
+    assert pooled_chi_square_ok(list(zip(counts, laws, strict=True)), alpha=1e-5)
+    assert not pooled_chi_square_ok(list(zip(counts, laws[1:] + laws[:1], strict=True)), alpha=1e-5)

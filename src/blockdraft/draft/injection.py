@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from blockdraft.config import InjectionConfig
-from blockdraft.draft.markov import draw, uniform
+from blockdraft.draft.markov import at_temperature, draw, uniform
 from blockdraft.draft.norm import wide_dtype
 
 __all__ = ["AdjacentInjection", "Rescore", "rescored_walk"]
@@ -71,12 +71,11 @@ def rescored_walk(
     previous = torch.tensor(anchor_id, device=ids_GM.device)
     ids, laws = [], []
     for row in range(count):
-        scores_M = rescore(row, previous)
-        scores_M = scores_M.nan_to_num(nan=torch.finfo(scores_M.dtype).min)
+        scores_M = at_temperature(rescore(row, previous), temperature)
         if numbers_G is None:
             place = scores_M.argmax()
         else:
-            laws.append((scores_M / temperature).softmax(dim=-1))
+            laws.append(scores_M.softmax(dim=-1))
             place = draw(laws[-1], numbers_G[row])
         previous = ids_GM[row][place]
         ids.append(previous)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from blockdraft.config import ConfidenceConfig, MarkovConfig
 from blockdraft.draft.heads import Table
 
-__all__ = ["ConfidenceHead", "MarkovHead", "chain", "draw", "uniform"]
+__all__ = ["ConfidenceHead", "MarkovHead", "at_temperature", "chain", "draw", "uniform"]
 
 
 class MarkovHead(nn.Module):
@@ -71,6 +71,13 @@ def uniform(count: int, generator: torch.Generator | None, device: torch.device)
     return torch.rand(count, dtype=torch.float64, generator=generator, device=source).to(device)
 
 
+def at_temperature(scores_N: Tensor, temperature: float) -> Tensor:
+    """``scores_N / temperature``, 0 leaves them; finite whatever came in, so that a softmax of them is a law."""
+    if temperature != 0.0:
+        scores_N = scores_N / temperature
+    return scores_N.nan_to_num(nan=torch.finfo(scores_N.dtype).min)
+
+
 def draw(probs_N: Tensor, number: Tensor) -> Tensor:
     """The index that ``number`` of [0, 1) falls on when ``probs_N`` stand end to end; never one of weight 0."""
     ends_N = probs_N.double().cumsum(dim=-1)
@@ -94,16 +101,15 @@ def chain(
     """
     count = logits_GV.shape[0]
     numbers_G = None if temperature == 0.0 else uniform(count, generator, logits_GV.device)
-    lowest = torch.finfo(logits_GV.dtype).min
     state_1R, previous = head.start(), torch.tensor(anchor_id, device=logits_GV.device)
     ids, laws = [], []
     for row in range(count):
         state_1R, bias_V = head.step(state_1R, previous, hidden_GD[row])
-        scores_V = (logits_GV[row] + bias_V).nan_to_num(nan=lowest)
+        scores_V = at_temperature(logits_GV[row] + bias_V, temperature)
         if numbers_G is None:
             previous = scores_V.argmax()
         else:
-            laws.append((scores_V / temperature).softmax(dim=-1))
+            laws.append(scores_V.softmax(dim=-1))
             previous = draw(laws[-1], numbers_G[row])
         ids.append(previous)
     return torch.stack(ids), torch.stack(laws) if laws else None
