@@ -10,13 +10,16 @@ import torch
 from blockdraft.config import MlaConfig
 from blockdraft.draft import DraftModel
 from blockdraft.errors import ConfigError, UnavailableError
+from blockdraft.formats import zlab
 from blockdraft.targets import HFTarget
 from blockdraft.train import optim as train_optim
 from blockdraft.train.blocks import step_generator
-from blockdraft.train.initial import initialise_draft, read_target_layers
+from blockdraft.train.corpus import Corpus
+from blockdraft.train.initial import initialise_draft, read_draft_tensors, read_target_layers
+from blockdraft.train.loop import Trainer
 from blockdraft.train.optim import has_fast_bfloat16, make_optimiser, noisy_taps, resolve_autocast, resolve_device
 from engine_kit import draft_config, tiny_model
-from train_kit import TAPS, head_of, make_recipe, tiny_optim
+from train_kit import TAPS, head_of, make_corpus, make_recipe, tiny_optim
 
 CPU = torch.device("cpu")
 
@@ -171,3 +174,39 @@ def test_noise_is_a_share_of_each_rows_own_size_and_padding_changes_nothing() ->
 
 def test_a_recipe_without_noise_draws_none() -> None:
     assert make_recipe().optim.taps_noise == 0.0
+
+
+# ---- a trained draft as the start ------------------------------------------------------------------------------------
+def test_a_run_starts_as_the_trained_draft_and_goes_on_without_it(target, tmp_path) -> None:
+    model, _ = target
+    config = make_recipe().draft.config(HFTarget(model, TAPS).facts)
+    trained = initialise_draft(config, head_of(model), seed=9)
+    zlab.write(tmp_path / "draft", zlab.Checkpoint(config=config, tensors=trained.state_dict()), dtype="float32")
+    make_corpus(tmp_path / "corpus", model, [[1, 2, 3], [4, 5]], 16)
+    recipe = make_recipe(draft={"initial": "draft", "initial_draft": "a/draft"}, optim={"num_steps": 3})
+    tensors = read_draft_tensors(tmp_path / "draft", config, has_mask_embedding=False)
+
+    def trainer(**start) -> Trainer:
+        corpus = Corpus(tmp_path / "corpus", max_length=128)
+        return Trainer(recipe, config, head_of(model), corpus, tmp_path / "run", **start)
+
+    begun = trainer(initial_tensors=tensors)
+    assert all(torch.equal(tensor, trained.state_dict()[name]) for name, tensor in begun.model.state_dict().items())
+    begun.run(stop_after=2)
+    resumed = trainer()
+    assert resumed.step == 2
+    assert all(torch.equal(a, b) for a, b in zip(begun.model.parameters(), resumed.model.parameters(), strict=True))
+    with pytest.raises(ConfigError, match="and none of its tensors are given"):
+        Trainer(recipe, config, head_of(model), Corpus(tmp_path / "corpus", max_length=128), tmp_path / "other")
+
+
+def test_a_start_must_be_like_the_recipes_draft(target, tmp_path) -> None:
+    model, _ = target
+    config = make_recipe().draft.config(HFTarget(model, TAPS).facts)
+    tensors = initialise_draft(config, head_of(model), seed=9).state_dict()
+    zlab.write(tmp_path / "draft", zlab.Checkpoint(config=config, tensors=tensors), dtype="float32")
+    with pytest.raises(ConfigError, match="intermediate_size differ"):
+        other = replace(config, intermediate_size=40)
+        read_draft_tensors(tmp_path / "draft", other, has_mask_embedding=False)
+    with pytest.raises(ConfigError, match="a mask embedding exactly if"):
+        read_draft_tensors(tmp_path / "draft", config, has_mask_embedding=True)

@@ -116,6 +116,7 @@ def tiny_draft() -> DraftRecipe:
         selector_top_k=4,
         initial="random",
         initial_layers=(),
+        initial_draft="",
         input_embedding_scale=1.0,
         output_multiplier=1.0,
         final_logit_softcapping=0.0,

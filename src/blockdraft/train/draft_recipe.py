@@ -64,7 +64,8 @@ class DraftRecipe:
 
     The four numbers of convolution and selector are all 0 for a DFlash draft, all above 0 for a DFlash 2 draft.
     `windows` has one number a layer, 0 for the whole context. `initial_layers` are the target layers that the draft's
-    layers start as ("target_layers"), none for a random start. Exactly one of `gqa` and `mla` is given.
+    layers start as ("target_layers"), `initial_draft` the trained draft that all of it starts as ("draft": a folder, a
+    hub id, or the name of the built-in one), else empty. Exactly one of `gqa` and `mla` is given.
     """
 
     num_layers: int
@@ -83,6 +84,7 @@ class DraftRecipe:
     selector_top_k: int
     initial: str
     initial_layers: tuple[int, ...]
+    initial_draft: str
     input_embedding_scale: float
     output_multiplier: float
     final_logit_softcapping: float
@@ -118,12 +120,17 @@ class DraftRecipe:
                 f"draft.windows is {list(self.windows)}; it must have one number for each of the {self.num_layers} "
                 "layers, 0 for the whole context"
             )
-        require_one_of("draft.initial", self.initial, "random", "target_layers")
+        require_one_of("draft.initial", self.initial, "random", "target_layers", "draft")
         needed = self.num_layers if self.initial == "target_layers" else 0
         if len(self.initial_layers) != needed:
             raise ConfigError(
                 f"draft.initial_layers is {list(self.initial_layers)} while draft.initial is {self.initial!r}; "
                 f"list {needed or 'no'} target layers, one for each layer that starts as a copy"
+            )
+        if bool(self.initial_draft) != (self.initial == "draft"):
+            raise ConfigError(
+                f"draft.initial_draft is {self.initial_draft!r} while draft.initial is {self.initial!r}; "
+                'name a draft where initial is "draft", and write "" elsewhere'
             )
 
     def _check_attention(self) -> None:

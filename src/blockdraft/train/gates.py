@@ -339,7 +339,9 @@ def _overfit_recipe(recipe: Recipe, config: DraftConfig, *, num_blocks: int) -> 
     return replace(
         recipe,
         target=replace(recipe.target, facts=None),
-        draft=replace(recipe.draft, block_size=config.block_size, initial="random", initial_layers=()),
+        draft=replace(
+            recipe.draft, block_size=config.block_size, initial="random", initial_layers=(), initial_draft=""
+        ),
         loss=replace(loss, selector_start_step=min(loss.selector_start_step, SERVE_EVERY)),
         optim=replace(
             optim,

@@ -1,4 +1,4 @@
-"""How a draft starts: a fresh network from a seed, or with copies of target layers in it.
+"""How a draft starts: a fresh network from a seed, with copies of target layers in it, or as a trained draft.
 
 Owns which tensor of a target goes where. Knows no training.
 
@@ -14,13 +14,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from blockdraft import formats
 from blockdraft.config import DraftConfig
 from blockdraft.draft import DraftModel
 from blockdraft.errors import ConfigError
+from blockdraft.formats import zlab
 from blockdraft.formats._safetensors import list_entries
 from blockdraft.train.head import FrozenHead
+from blockdraft.train.recipe import differing_keys
 
-__all__ = ["ZERO_CENTRED_NORMS", "initialise_draft", "read_target_layers"]
+__all__ = ["ZERO_CENTRED_NORMS", "initialise_draft", "read_draft_tensors", "read_target_layers"]
 
 ZERO_CENTRED_NORMS = ("gemma", "qwen3_next", "qwen3_5")  # families that store a norm's weight minus 1
 _PREFIXES = ("model.layers.", "layers.", "model.language_model.layers.", "language_model.model.layers.")
@@ -35,11 +38,13 @@ def initialise_draft(
     seed: int,
     has_mask_embedding: bool = False,
     layers: Sequence[Mapping[str, Tensor]] = (),
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> DraftModel:
     """A fresh draft from `seed`; a fresh DFlash 2 draft proposes what a DFlash draft of the same linear weights would.
 
     The final norm starts as the target's own, since both stand before the same output head; a mask embedding of its own
     as the mask id's row. `layers`: what `read_target_layers` gave, one for each layer; all else stays as drawn.
+    `tensors`: what `read_draft_tensors` gave; nothing is drawn then.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -48,9 +53,25 @@ def initialise_draft(
         model.norm.weight.copy_(head.final_norm_E)
         if model.mask_embedding is not None:
             model.mask_embedding.copy_(head.embed_VE[config.mask_token_id])
-        for index, tensors in enumerate(layers):
-            _copy_layer(model, index, tensors)
+        for index, copied in enumerate(layers):
+            _copy_layer(model, index, copied)
+        if tensors is not None:
+            model.load_state_dict(dict(tensors))
     return model
+
+
+def read_draft_tensors(folder: Path, config: DraftConfig, *, has_mask_embedding: bool) -> dict[str, Tensor]:
+    """Every tensor of a trained draft that is to be trained on, in float32. Its settings must be the new draft's."""
+    checkpoint = formats.read(folder)
+    theirs, ours = (zlab.config_to_dict(one, dtype="float32") for one in (checkpoint.config, config))
+    if keys := differing_keys(theirs, ours):
+        raise ConfigError(f"{folder}: as a start it must be like the recipe's draft; {', '.join(keys)} differ")
+    if ("mask_embedding" in checkpoint.tensors) != has_mask_embedding:
+        raise ConfigError(f"{folder}: as a start it must have a mask embedding exactly if the recipe's draft has one")
+    own = [name for name in ("embed_tokens.weight", "lm_head.weight") if name in checkpoint.tensors]
+    if own:
+        raise ConfigError(f"{folder}: it brings {', '.join(own)} of its own, which are not trained here")
+    return {name: tensor.float() for name, tensor in checkpoint.tensors.items()}
 
 
 def _copy_layer(model: DraftModel, index: int, tensors: Mapping[str, Tensor]) -> None:

@@ -148,7 +148,7 @@ def _probe_recipe(recipe: Recipe, *, whole_head: bool) -> Recipe:
     return replace(
         recipe,
         save_every_steps=10**9,
-        draft=replace(recipe.draft, initial="random", initial_layers=()),
+        draft=replace(recipe.draft, initial="random", initial_layers=(), initial_draft=""),
         loss=loss,
         optim=replace(recipe.optim, num_steps=PROBE_STEPS + 2, sharding="none"),
         evaluation=_NEVER,
