@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from blockdraft import formats
+from blockdraft.config import TargetFacts
 from blockdraft.errors import BlockdraftError, CheckpointError, ConfigError
-from drafts import TINY_V1, TINY_V2, checkpoint, edited
+from drafts import TINY_V1, TINY_V2, checkpoint, edited, random_tensors
+from spark_kit import spark_config, spine_config
+from test_formats_spark import LATENT
 
 NAMES = ("z-lab", "speculators", "transformers", "torchspec")
 # Where each dialect keeps what the cases below spoil: a path in its config.json.
@@ -322,3 +325,86 @@ def test_a_window_that_is_not_one(tmp_path: Path, name: str) -> None:
     refused(saved(tmp_path, raw, tensors_of(name)), "sliding_window is '5'", ConfigError)
     put(raw, path, ...)
     refused(saved(tmp_path, raw, tensors_of(name)), "sliding_window is missing", ConfigError)
+
+
+# ---- DSpark and DSpine under the names of their engines --------------------------------------------------------------
+SPARK = {
+    "deepspec": spark_config("gated"),
+    "k3-dspark": spark_config("gated", attention=LATENT),
+    "z-lab": spine_config(),
+}
+
+
+def spark_files(name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    layout, config = formats.DIALECTS[name], SPARK[name]
+    raw = json.loads(json.dumps(layout.config_to_dict(config)))
+    return raw, {layout.stored_name(key): value for key, value in random_tensors(config).items()}
+
+
+def spoilt(raw: dict[str, Any], key: str, value: object) -> dict[str, Any]:
+    """A copy with a field of the draft changed at every place that gives it; `...` removes it."""
+    raw = copy.deepcopy(raw)
+    for place in (raw, raw.get("dflash_config", {})):
+        if key in place:
+            put(place, key, value)
+    return raw
+
+
+@pytest.mark.parametrize("name", SPARK)
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("target_layer_ids", [2], "fc expects 2 taps"),
+        ("target_layer_ids", [2, 2], "twice"),
+        ("target_layer_ids", [2, 0], "must rise"),
+        ("target_layer_ids", [-1, 2], "holds -1: negative"),
+        ("target_layer_ids", [0, 3], "holds 3: too big for num_target_layers 3"),
+        ("block_size", ..., "block_size is missing"),
+        ("block_size", 0, "block_size is 0"),
+        ("block_size", "4", "block_size is '4'"),
+        ("block_size", True, "block_size is True"),
+        ("block_size", 257, "block_size is 257"),
+        ("mask_token_id", ..., "mask_token_id is missing"),
+        ("mask_token_id", 32, "mask_token_id is 32"),
+        ("mask_token_id", -1, "mask_token_id is -1"),
+    ],
+)
+def test_taps_block_and_mask_of_dspark_and_dspine(
+    tmp_path: Path, name: str, key: str, value: object, message: str
+) -> None:
+    raw, tensors = spark_files(name)
+    raw = spoilt(raw, key, value)
+    if name == "k3-dspark" and isinstance(value, list):
+        raw["num_target_layers"] = len(value)
+    refused(saved(tmp_path, raw, tensors), message, BlockdraftError)
+
+
+@pytest.mark.parametrize("name", SPARK)
+def test_missing_taps_of_dspark_and_dspine_are_not_guessed(tmp_path: Path, name: str) -> None:
+    raw, tensors = spark_files(name)
+    saved(tmp_path, spoilt(raw, "target_layer_ids", ...), tensors)
+    refused(tmp_path, "fc expects 2 taps (fc.weight is [24, 64])", ConfigError)
+
+
+@pytest.mark.parametrize("name", SPARK)
+def test_tensors_and_mask_role_of_dspark_and_dspine(tmp_path: Path, name: str) -> None:
+    raw, tensors = spark_files(name)
+    norm = {"fc_norm.0.weight": torch.ones(32)}
+    refused(saved(tmp_path, raw, tensors | norm), "1 left over (fc_norm.0.weight)", CheckpointError)
+    short = {key: value for key, value in tensors.items() if not key.startswith("layers.1.")}
+    refused(saved(tmp_path, raw, short), "the file has the layers [0], the config asks for 2", CheckpointError)
+    selector = {"candidate_selector.hidden_projection.weight": torch.ones(4, 24)}
+    refused(saved(tmp_path, raw, tensors | selector), "left over", CheckpointError)
+    for key in ("eos_token_id", "pad_token_id"):
+        saved(tmp_path, {**raw, key: 3}, tensors)
+        refused(tmp_path, f"mask_token_id is 3, which is also {key}", ConfigError)
+        assert formats.read(tmp_path, allow_mask_is_eos=True).config == SPARK[name]
+
+
+DRAFTS = [*((name, config_of(name)) for name in NAMES), *((name, spark_files(name)[0]) for name in SPARK)]
+
+
+@pytest.mark.parametrize("raw", [raw for _, raw in DRAFTS], ids=[name for name, _ in DRAFTS])
+def test_a_draft_is_not_taken_for_a_target(raw: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="this config describes a draft: give the model that it drafts for"):
+        TargetFacts.from_config(raw)

@@ -30,6 +30,9 @@ _POSITIONAL_LAYER_TYPES = _words(
 )
 # Targets whose residual is replaced by attention over earlier layers, so that there are two streams to tap.
 _RESIDUAL_ATTENTION_MODEL_TYPES = _words("kimi_k3 kimi_linear")
+# What only a drafter's config has: keys, and words in its model_type or class.
+_DRAFT_KEYS = ("dflash_config", "dspine_config", "speculators_config", "speculators_model_type")
+_DRAFT_WORDS = ("dflash", "dspark", "dspine", "assistant")
 _TEXT_KEYS = ("text_config", "language_config", "llm_config")
 
 
@@ -51,7 +54,7 @@ class TargetFacts:
         """The facts in a Hugging Face config.json, also of a model whose text part is nested."""
         if not isinstance(config, Mapping):
             raise ConfigError(f"the target's config is a {type(config).__name__}: it must be an object")
-        if "dflash_config" in config or "DFlash" in str(config.get("architectures")):
+        if _is_draft(config):
             raise ConfigError("this config describes a draft: give the model that it drafts for as --target")
         text = next((config[key] for key in _TEXT_KEYS if isinstance(config.get(key), Mapping)), config)
         if config.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
@@ -74,6 +77,12 @@ class TargetFacts:
             eos_token_ids=token_ids("eos_token_id", end),
             pad_token_id=next(iter(token_ids("pad_token_id", pad)), None),
         )
+
+
+def _is_draft(config: Mapping[str, Any]) -> bool:
+    """Whether a config is that of a drafter, in whatever dialect."""
+    names = f"{config.get('model_type')} {config.get('architectures')}".lower()
+    return any(key in config for key in _DRAFT_KEYS) or any(word in names for word in _DRAFT_WORDS)
 
 
 def _is_recurrent(text: Mapping[str, Any]) -> bool:
