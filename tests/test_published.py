@@ -18,6 +18,7 @@ from blockdraft import formats
 from blockdraft.accept import SamplingParams
 from blockdraft.config import MlaConfig
 from blockdraft.draft import DraftModel
+from blockdraft.draft.rope import rope_frequencies
 from blockdraft.engine import Engine, Request
 from blockdraft.formats import zlab
 from blockdraft.inspection import count_parameters, inspect_checkpoint
@@ -258,3 +259,25 @@ def test_the_law_of_sampled_text_is_kept(tmp_path: Path, name: str) -> None:
     laws = [dict(enumerate(row)) for row in target_distribution_table(raw_VV, params).tolist()]
     assert pooled_chi_square_ok(list(zip(counts, laws, strict=True)), alpha=1e-5)
     assert not pooled_chi_square_ok(list(zip(counts, laws[1:] + laws[:1], strict=True)), alpha=1e-5)
+
+
+STRETCHED = {name: entry for name, entry in KNOWN.items() if entry.read().rope.kind != "default"}
+
+
+@pytest.mark.parametrize("entry", STRETCHED.values(), ids=STRETCHED)
+def test_tables_of_stretched_positions_are_those_of_transformers(entry: Published) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    raw, config = dict(entry.config or {}), entry.read()
+    rope = {"rope_theta": config.rope.theta, **(raw.get("rope_parameters") or raw["rope_scaling"])}
+    rope["rope_type"] = rope.pop("type", None) or rope["rope_type"]
+    theirs = transformers.Qwen3Config(
+        head_dim=config.attention.rope_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=rope,
+    )
+    want, want_factor = ROPE_INIT_FUNCTIONS[config.rope.kind](theirs, torch.device("cpu"))
+    got, factor = rope_frequencies(config.rope, config.attention.rope_dim, torch.float32)
+    torch.testing.assert_close(got, want, atol=0, rtol=1e-6)
+    assert factor == want_factor
