@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from blockdraft.targets import HFTarget, load_target
 from blockdraft.train.borrowed import check_target_wrote, frozen_head
 from blockdraft.train.command import run_training
 from blockdraft.train.corpus import Corpus
+from blockdraft.train.state import read_lines
 from engine_kit import bigram_model, tiny_model
 from tiny_pair import run_cli
 from train_kit import TAPS, head_of, make_corpus, make_recipe
@@ -126,3 +128,62 @@ def test_the_command_passes_every_option_on(place: Path, tmp_path: Path) -> None
     assert (ran.code, ran.out) == (2, "") and "tracker 'wendb' is not known" in ran.err
     ran = run_cli(*words, "--out", tmp_path / "out", "--no-gates", "--stop-after", "2")
     assert (ran.code, ran.out) == (0, "step 2 of 25\n")
+
+
+# ---- what a kill or a full disk leaves -------------------------------------------------------------------------------
+@pytest.fixture
+def judged(place: Path, tmp_path: Path) -> Path:
+    """The place again, with a corpus that keeps two prompts for evaluation and a recipe that uses them."""
+    folder = tmp_path / "judged"
+    shutil.copytree(place, folder)
+    (folder / "corpus" / "held_out.jsonl").write_text('{"ids": [1, 2]}\n{"ids": [6]}\n')
+    evaluation = {"every_steps": 2, "num_prompts": 2, "max_new_tokens": 4, "width": 4}
+    recipe = make_recipe(optim={"num_steps": 4}, prompts={"held_out": 2, "files": ("p.jsonl",)}, evaluation=evaluation)
+    (folder / "recipe.toml").write_text(recipe.to_toml())
+    return folder
+
+
+def test_torn_lines_do_not_stop_a_run(judged: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(judged, out, stop_after=2)
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        with (out / name).open("a") as sink:
+            sink.write('{"step": 2, "acc')
+    run(judged, out)
+    assert [line["step"] for line in read_lines(out / "evaluations.jsonl")] == [2, 4]
+    assert [line["step"] for line in read_lines(out / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4]
+    record = json.loads((out / "draft" / "run.json").read_text())
+    assert record["evaluation"]["num_prompts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("times.json", "", r"times\.json is damaged"),
+        ("metrics.jsonl", '{"step": 1\n{"step": 2}\n', r"metrics\.jsonl line 1 is not a line of a run"),
+        ("evaluations.jsonl", "", r"no evaluation of step \d, whose weights best\.pt holds"),
+    ],
+)
+def test_a_damaged_file_is_one_line(judged: Path, tmp_path: Path, name: str, content: str, words: str) -> None:
+    run(judged, tmp_path / "out")
+    (tmp_path / "out" / name).write_text(content)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        run(judged, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_first_failure_is_the_one_that_is_told(place: Path, tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "times.json"):  # neither can be written, as on a full disk
+        (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl cannot be written"):
+        run(place, tmp_path)
+
+
+def test_too_few_prompts_for_evaluation_are_missed(judged: Path, tmp_path: Path) -> None:
+    path = judged / "corpus" / "held_out.jsonl"
+    path.write_text('{"ids": [1, 2]}\n')
+    with pytest.raises(CheckpointError, match=r"keeps 1 prompts for evaluation, and evaluation\.num_prompts is 2"):
+        run(judged, tmp_path / "out")
+    path.unlink()
+    with pytest.raises(CheckpointError, match="keeps 0 prompts"):
+        run(judged, tmp_path / "out")

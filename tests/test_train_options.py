@@ -196,3 +196,27 @@ def test_an_evaluation_without_a_value_keeps_nothing(trainer_in) -> None:
     trainer.run(on_evaluate=lambda _: None)
     assert trainer.best is None
     assert not (trainer.folder / BEST_FILE).exists()
+
+
+def test_values_of_other_evaluations_do_not_compete(trainer_in) -> None:
+    first = trainer_in(**EVALUATED)
+    first.run(on_evaluate=lambda run: VALUES[run.step])
+    wider = {**EVALUATED, "evaluation": {**EVALUATION, "width": 5}}
+    again = trainer_in(**wider)
+    assert again.best is None
+    again.run(on_evaluate=lambda _: 1.25)
+    assert again.best == (10, 1.25) == trainer_in(**wider).best
+    rarer = {**EVALUATED, "evaluation": {**EVALUATION, "width": 5, "every_steps": 9}}
+    assert trainer_in(**rarer).best == (10, 1.25)
+    never = dict.fromkeys(EVALUATION, 0)
+    assert trainer_in(**{**EVALUATED, "evaluation": never}).best == (10, 1.25)
+
+
+def test_another_corpus_under_the_same_names_is_refused(model, trainer_in, shards, tmp_path) -> None:
+    trainer_in().run(stop_after=2)
+    make_corpus(tmp_path / "other", model, PROMPTS[:2], 20)
+    facts_of(HFTarget(model, TAPS), last_layer_id=2).write(tmp_path / "other")
+    recipe = make_recipe()
+    config = recipe.draft.config(HFTarget(model).facts)
+    with pytest.raises(ConfigError, match=r"another corpus: \[4, 80\] sequences and written tokens .* now \[2, 40\]"):
+        Trainer(recipe, config, head_of(model), Corpus(tmp_path / "other", max_length=128), tmp_path / "run")

@@ -19,6 +19,7 @@ import torch
 
 import blockdraft
 from blockdraft.config import DraftConfig
+from blockdraft.engine.load import builtin_draft
 from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats.source import locate
 from blockdraft.inspection import read_target_facts
@@ -28,8 +29,9 @@ from blockdraft.train.card import write_card
 from blockdraft.train.corpus import Corpus, CorpusSource
 from blockdraft.train.evaluate import Evaluator
 from blockdraft.train.export import export_draft
+from blockdraft.train.files import write_text_atomically
 from blockdraft.train.gates import GateResult, check_gates
-from blockdraft.train.initial import read_target_layers
+from blockdraft.train.initial import read_draft_tensors, read_target_layers
 from blockdraft.train.loop import Trainer
 from blockdraft.train.online import OnlineCorpus
 from blockdraft.train.optim import resolve_device
@@ -40,9 +42,9 @@ from blockdraft.train.prepare import prepare_corpus
 from blockdraft.train.progress import TrainingProgress
 from blockdraft.train.recipe import Recipe
 from blockdraft.train.report import draw_figure
-from blockdraft.train.state import BEST_FILE, METRICS_FILE, STATE_FILE, append_line
+from blockdraft.train.state import BEST_FILE, METRICS_FILE, STATE_FILE, append_line, read_lines
 from blockdraft.train.trackers import check_tracker, open_tracking
-from blockdraft.train.writer import HELD_OUT_FILE, read_manifest
+from blockdraft.train.writer import HELD_OUT_FILE, read_held_out, read_manifest
 
 __all__ = ["TrainingRun", "run_training"]
 
@@ -192,10 +194,27 @@ class _Run:
         ids = self.recipe.draft.initial_layers
         layers = read_target_layers(self.folder, ids, model_type=self.target.facts.model_type) if ids else []
         head = borrow(self.target, self.folder)
-        made = Trainer(self.recipe, self.config, head, corpus, self.out, parallel=self.parallel, initial_layers=layers)
+        made = Trainer(
+            self.recipe,
+            self.config,
+            head,
+            corpus,
+            self.out,
+            parallel=self.parallel,
+            initial_layers=layers,
+            initial_tensors=self._initial_tensors(),
+        )
         if made.step:
             self.say(f"going on from step {made.step}")
         return made
+
+    def _initial_tensors(self) -> dict[str, torch.Tensor] | None:
+        draft = self.recipe.draft
+        if not draft.initial_draft:
+            return None
+        is_builtin = draft.initial_draft == BUILTIN_TARGET  # the pair has one name
+        folder = builtin_draft() if is_builtin else locate(draft.initial_draft, what="draft")
+        return read_draft_tensors(folder, self.config, has_mask_embedding=draft.learned_mask_embedding)
 
     # ---- the run itself ------------------------------------------------------------------------------------------
     def train(self, trainer: Trainer, *, stop_after: int | None, tracker: str | None) -> None:
@@ -225,14 +244,17 @@ class _Run:
                 if tracking is not None:
                     tracking(metrics)
 
+            if tracking is not None:
+                stack.callback(tracking.close)
             started = time.perf_counter()
+            has_prompts = bool(evaluation.num_prompts)
             try:
-                has_prompts = bool(evaluation.num_prompts)
                 trainer.run(on_step=on_step, on_evaluate=on_evaluate if has_prompts else None, stop_after=stop_after)
-            finally:
-                self._add_time("training_s", time.perf_counter() - started)
-                if tracking is not None:
-                    tracking.close()
+            except BaseException:
+                with contextlib.suppress(CheckpointError):  # on a full disk the first word counts
+                    self._add_time("training_s", time.perf_counter() - started)
+                raise
+            self._add_time("training_s", time.perf_counter() - started)
 
     def _progress(self, step: int, stack: contextlib.ExitStack) -> TrainingProgress:
         every = self.recipe.evaluation.every_steps
@@ -242,12 +264,13 @@ class _Run:
 
     def _evaluator(self) -> Evaluator:
         path, evaluation = self.corpus_folder / HELD_OUT_FILE, self.recipe.evaluation
-        if not path.is_file():
+        prompts = read_held_out(self.corpus_folder) if path.is_file() else []
+        if len(prompts) < evaluation.num_prompts:
             raise CheckpointError(
-                f"{path}: the corpus has no prompts for evaluation; write it with prompts.held_out, "
-                "or set evaluation.num_prompts=0"
+                f"{path}: the corpus keeps {len(prompts)} prompts for evaluation, and evaluation.num_prompts is "
+                f"{evaluation.num_prompts}; lower it, write a corpus with more prompts.held_out, or set all of "
+                "[evaluation] to 0"
             )
-        prompts = [json.loads(line)["ids"] for line in path.read_text(encoding="utf-8").splitlines()]
         return Evaluator(
             self.target,
             self.config,
@@ -269,7 +292,7 @@ class _Run:
 
     def _record(self, trainer: Trainer, *, commit: str | None) -> dict[str, Any]:
         """What a run took and was made of, as plain JSON. Seconds are summed over all calls."""
-        lines = [json.loads(x) for x in (self.out / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+        lines = read_lines(self.out / METRICS_FILE)
         manifest = read_manifest(self.corpus_folder)
         return {
             "steps": trainer.step,
@@ -299,21 +322,30 @@ class _Run:
     def _best_evaluation(self, trainer: Trainer) -> dict[str, Any] | None:
         if trainer.best is None:
             return None
-        lines = (self.out / EVALUATIONS_FILE).read_text(encoding="utf-8").splitlines()
-        found = [entry for entry in map(json.loads, lines) if entry["step"] == trainer.best[0]]
+        path = self.out / EVALUATIONS_FILE
+        found = [entry for entry in read_lines(path) if entry["step"] == trainer.best[0]]
+        if not found:
+            raise CheckpointError(
+                f"{path} has no evaluation of step {trainer.best[0]}, whose weights {BEST_FILE} holds; put it back, or "
+                f"delete {BEST_FILE} and run again"
+            )
         return {name: value for name, value in found[-1].items() if name not in ("prompts", "positions", "formulas")}
 
     # ---- times over all calls ------------------------------------------------------------------------------------
     def _read_times(self) -> dict[str, float]:
         path = self.out / TIMES_FILE
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+        if not path.is_file():
+            return {}
+        try:
+            return {name: float(seconds) for name, seconds in json.loads(path.read_text(encoding="utf-8")).items()}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}); delete it, the run itself does not need it") from None
 
     def _add_time(self, name: str, seconds: float) -> None:
         if not self.parallel.is_main:
             return
         self.times[name] = round(self.times.get(name, 0.0) + seconds, 1)
-        self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / TIMES_FILE).write_text(json.dumps(self.times) + "\n", encoding="utf-8")
+        write_text_atomically(self.out / TIMES_FILE, json.dumps(self.times) + "\n")
 
 
 def _silent(_line: str) -> None:

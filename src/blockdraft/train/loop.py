@@ -51,8 +51,9 @@ OnStep = Callable[[dict[str, Any]], None]
 class Trainer:
     """One run in one folder. Goes on from the last checkpoint in it, if there is one.
 
-    `best` is (step, acceptance length) of the best evaluation so far; its weights lie in best.pt. Every process of a
-    run has its Trainer and calls the same methods at the same time; the main one alone writes files.
+    `best` is (step, acceptance length) of the best evaluation so far; its weights lie in best.pt. Evaluations of other
+    prompts, lengths or widths, which a resumed run may ask for, do not count beside it.
+    Every process of a run has its Trainer and calls the same methods at the same time; the main one alone writes files.
     `served` is the draft in one piece for `on_evaluate`: the trained model itself, or a copy where that is spread.
     `autocast` ("bfloat16" or "none") is what the recipe's "auto" came to on the machine where the run began.
     """
@@ -66,6 +67,7 @@ class Trainer:
         folder: Path,
         parallel: Parallel | None = None,
         initial_layers: Sequence[Mapping[str, Tensor]] = (),
+        initial_tensors: Mapping[str, Tensor] | None = None,
     ) -> None:
         corpus.check_fits(config)
         self.recipe, self.config, self.head, self.corpus, self.folder = recipe, config, head, corpus, folder
@@ -73,7 +75,7 @@ class Trainer:
         self.parallel = parallel or Parallel.single(resolve_device(optim))
         self.device = self.parallel.device
         self.autocast = resolve_autocast(optim, self.device)
-        self.model = self.served = self._fresh_draft(initial_layers)
+        self.model = self.served = self._fresh_draft(initial_layers, initial_tensors)
         self.objective = Objective(recipe, self.model, head, dtype=self._product_dtype)
         self.generator = torch.Generator().manual_seed(recipe.seed)
         self.step = 0
@@ -89,7 +91,9 @@ class Trainer:
         self.parallel.require_same("step to go on from", self.step)
         self._use_main_shards()
 
-    def _fresh_draft(self, initial_layers: Sequence[Mapping[str, Tensor]]) -> DraftModel:
+    def _fresh_draft(
+        self, initial_layers: Sequence[Mapping[str, Tensor]], initial_tensors: Mapping[str, Tensor] | None
+    ) -> DraftModel:
         draft = self.recipe.draft
         is_resumed = (self.folder / STATE_FILE).is_file()
         if len(initial_layers) != len(draft.initial_layers) and not is_resumed:
@@ -97,14 +101,23 @@ class Trainer:
                 f"draft.initial_layers is {list(draft.initial_layers)}, and the tensors of {len(initial_layers)} "
                 "target layers are given"
             )
+        if (initial_tensors is None) == bool(draft.initial_draft) and not is_resumed:
+            given = "none" if initial_tensors is None else "some"
+            raise ConfigError(f"draft.initial_draft is {draft.initial_draft!r}, and {given} of its tensors are given")
         model = initialise_draft(
             self.config,
             self.head,
             seed=self.recipe.seed,
             has_mask_embedding=draft.learned_mask_embedding,
             layers=() if is_resumed else initial_layers,
+            tensors=None if is_resumed else initial_tensors,
         )
         return model.to(self.device)
+
+    @property
+    def corpus_size(self) -> tuple[int, int]:
+        """Sequences and tokens that the target wrote, in the shards in use."""
+        return len(self.corpus), self.corpus.num_answer_tokens
 
     @property
     def _product_dtype(self) -> torch.dtype:
@@ -169,6 +182,8 @@ class Trainer:
 
     def _last_evaluated(self) -> int:
         lines = trim_metrics(self.folder, self.step)
+        if self.best is None:  # what was evaluated cannot be compared any more, or its weights are gone
+            return 0
         return max((line["step"] for line in lines if "acceptance_length" in line), default=0)
 
     # ---- one step ------------------------------------------------------------------------------------------------
@@ -286,6 +301,7 @@ class Trainer:
             "order": self._order,
             "rows": None if rows is None else rows.__dict__,
             "shards": self.corpus.shard_names,
+            "corpus_size": self.corpus_size,
             "autocast": self.autocast,
         }
         self.parallel.on_main(lambda: write_state(self.folder / STATE_FILE, state))
@@ -323,7 +339,13 @@ class Trainer:
             raise CheckpointError(
                 f"{path}: the training state is of another draft, or damaged ({reason}); use another folder"
             ) from None
+        if self.corpus_size != state.get("corpus_size", self.corpus_size):
+            raise ConfigError(
+                f"{path} was begun with another corpus: {list(state['corpus_size'])} sequences and written tokens in "
+                f"the same shards, now {list(self.corpus_size)}; name the old one, or train into another folder"
+            )
         best = self.folder / BEST_FILE
         if best.is_file():
             kept = read_best(best)
-            self.best = (int(kept["step"]), float(kept["acceptance_length"]))
+            if self.recipe.evaluation.is_comparable(kept["recipe"]["evaluation"]):
+                self.best = (int(kept["step"]), float(kept["acceptance_length"]))

@@ -6,7 +6,9 @@ Owns which settings of one section exclude each other; what depends on two secti
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from blockdraft.config import TargetFacts, require_bool, require_float, require_int
 from blockdraft.errors import ConfigError
@@ -309,6 +311,11 @@ class EvaluationRecipe:
         for name in ("num_prompts", "max_new_tokens"):
             require_int(f"evaluation.{name}", sizes[name])
         require_int("evaluation.width", self.width, least=2)
+
+    def is_comparable(self, saved: Mapping[str, Any]) -> bool:
+        """Whether a value of the saved settings may stand beside one of these; where these are for never, it stays."""
+        names = ("num_prompts", "max_new_tokens", "width")
+        return not self.num_prompts or all(saved.get(name) == getattr(self, name) for name in names)
 
 
 def _top_p(name: str, value: float) -> None:

@@ -9,11 +9,12 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from blockdraft.errors import CheckpointError, ConfigError
+from blockdraft.train.files import write_text_atomically
 from blockdraft.train.recipe import differing_keys
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "append_metrics",
     "check_same_run",
     "read_best",
+    "read_lines",
     "read_state",
     "trim_metrics",
     "write_state",
@@ -122,25 +124,46 @@ def append_metrics(folder: Path, metrics: Mapping[str, Any]) -> None:
 
 
 def append_line(path: Path, entry: Mapping[str, Any]) -> None:
-    """One more line of a JSONL file of the run."""
+    """One more line of a JSONL file of the run, in the place of one that a kill or a full disk has torn."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as sink:
-            sink.write(json.dumps(dict(entry)) + "\n")
+        with path.open("a+b") as sink:
+            _drop_torn_line(sink)
+            sink.write(json.dumps(dict(entry)).encode() + b"\n")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error}); free some space, then run again") from None
+
+
+def _drop_torn_line(sink: BinaryIO) -> None:
+    """Cut off what stands behind the last line end."""
+    end = sink.seek(0, os.SEEK_END)
+    if not end:
+        return
+    sink.seek(end - 1)
+    if sink.read(1) != b"\n":
+        sink.seek(0)
+        sink.truncate(sink.read().rfind(b"\n") + 1)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSONL file of the run; a torn last one is left out. Empty without a file."""
+    if not path.is_file():
+        return []
+    found = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            entry = json.loads(line)
+            found.append({**entry, "step": int(entry["step"])})
+        except (ValueError, TypeError, KeyError):
+            raise CheckpointError(f"{path} line {number} is not a line of a run; delete that line") from None
+    return found
 
 
 def trim_metrics(folder: Path, step: int) -> list[dict[str, Any]]:
     """The lines up to `step`, after dropping what an earlier, killed run wrote past it: those steps are done again."""
     path = folder / METRICS_FILE
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
-    kept = [(line, metrics) for line, metrics in whole if metrics["step"] <= step]
+    lines = read_lines(path)
+    kept = [line for line in lines if line["step"] <= step]
     if len(kept) < len(lines):
-        temporary = path.with_name(METRICS_FILE + ".tmp")
-        temporary.write_text("".join(line for line, _ in kept), encoding="utf-8")
-        os.replace(temporary, path)
-    return [metrics for _, metrics in kept]
+        write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
