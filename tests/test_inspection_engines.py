@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 
-from blockdraft.config import TargetFacts
-from blockdraft.formats import zlab
+from blockdraft.config import DraftConfig, LayerConfig, TargetFacts
+from blockdraft.errors import ConfigError
+from blockdraft.formats import gguf, zlab
 from blockdraft.inspection import inspect_checkpoint, render_text
 from blockdraft.inspection.engines import ENGINES, LEVELS, Facts, examine_engines
-from drafts import K3_FIVE_LAYERS, K3_SIX_LAYERS, K31, KIMI_V1, QWEN_V1, QWEN_V2, TINY_MLA, TINY_V1, TINY_V2, edited
+from drafts import (
+    K3_FIVE_LAYERS,
+    K3_SIX_LAYERS,
+    K31,
+    KIMI_V1,
+    QWEN_V1,
+    QWEN_V2,
+    TINY_MLA,
+    TINY_V1,
+    TINY_V2,
+    draft_configs,
+    edited,
+)
 from tiny_pair import run_cli
 
 TARGET = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 6, "max_position_embeddings": 999}
 OWN = ("embed_tokens.weight", "lm_head.weight", "mask_embedding")
 SCALED = {"nest_input_embedding_scale": 2.0, "nest_output_multiplier": 0.5, "nest_final_logit_softcapping": 9.0}
+SWA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 SPARK = {
     "architectures": ["DSparkDraftModel"],
     "nest_projector_type": "dspark",
@@ -44,6 +69,13 @@ def top_only(raw: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in raw.items() if key != "dflash_config"}, **raw["dflash_config"]}
 
 
+def of_windows(*windows: int) -> Facts:
+    """A draft beyond what one z-lab file can say."""
+    config = zlab.config_from_dict(TINY_V1)
+    layers = tuple(LayerConfig(is_causal=True, window=window) for window in windows)
+    return Facts(config=dataclasses.replace(config, layers=layers))
+
+
 DRAFTS = [
     facts(QWEN_V2),
     facts(QWEN_V1),
@@ -63,6 +95,17 @@ DRAFTS = [
     ))),
     facts(edited(TINY_V1, **SPARK)),
     facts(edited(TINY_V1, **SPINE)),
+    facts(TINY_V1, dialect="gguf"),
+    facts(TINY_V1, dialect="transformers"),
+    facts(edited(TINY_V1, **SWA, is_causal=False), dialect="transformers"),
+    facts(edited(TINY_V1, target_hidden_size=24)),
+    facts(edited(TINY_V2, nest_selector_top_k=6)),
+    facts(edited(TINY_V1, **{**SWA, "sliding_window": 3}, is_causal=False)),
+    facts(edited(TINY_V1, rope_parameters={**YARN, "beta_fast": 16.0})),
+    facts(edited(TINY_V1, rope_parameters=LLAMA3)),
+    facts(edited(TINY_V1, **{**SPARK, "nest_output_multiplier": 0.5, "confidence_head_with_markov": False})),
+    facts(edited(TINY_V1, **{**SPARK, "markov_head_type": "gated"})),
+    of_windows(2, 3),
 ]  # fmt: skip
 
 
@@ -105,6 +148,64 @@ def test_outcomes_of_published_drafts() -> None:
     }
     assert outcomes(K3_SIX_LAYERS)["TokenSpeed"] == "runs_with_notes"
     assert outcomes(KIMI_V1)["mistral.rs"] == "lower_acceptance"
+
+
+def outcome_in_llama_cpp(draft: Facts) -> str:
+    found = next(found for found in examine_engines(draft) if found["engine"] == "llama.cpp")
+    return str(found["outcome"])
+
+
+def is_written(config: DraftConfig) -> bool:
+    try:
+        gguf.config_to_dict(config)
+    except ConfigError:
+        return False
+    return True
+
+
+@given(draft_configs())
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_rules_of_llama_cpp_agree_with_what_gguf_refuses(config: DraftConfig) -> None:
+    runs = outcome_in_llama_cpp(Facts(config=config)) in ("runs", "runs_with_notes")
+    assert is_written(config) == runs
+
+
+def test_rules_of_llama_cpp_agree_on_named_drafts() -> None:
+    plain = [draft for draft in DRAFTS if draft.family in ("dflash", "dflash2") and not draft.own]
+    plain = [draft for draft in plain if draft.dialect in ("z-lab", "gguf")]
+    runs = [outcome_in_llama_cpp(draft) in ("runs", "runs_with_notes") for draft in plain]
+    # A Kimi K3 as the target is the one thing that no config of a draft says.
+    written = [is_written(draft.config) and not draft.is_kimi_k3 for draft in plain]
+    assert written == runs and True in runs and False in runs
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        (SPARK, "runs_with_notes"),
+        ({**SPARK, "markov_head_type": "gated"}, "refused"),
+        ({**SPARK, "confidence_head_with_markov": False}, "refused"),
+        ({**SPARK, "is_causal": True}, "runs_with_notes"),
+        ({**SPARK, "nest_is_causal": True}, "lower_acceptance"),  # not where its converter looks
+        ({**SPARK, "nest_output_multiplier": 0.5}, "lower_acceptance"),
+        ({"nest_is_causal": True}, "runs_with_notes"),  # written by `blockdraft convert`
+        ({"rope_parameters": LLAMA3}, "runs_with_notes"),
+        (SWA, "lower_acceptance"),
+    ],
+)
+def test_outcomes_in_llama_cpp(changes: dict[str, Any], outcome: str) -> None:
+    assert outcome_in_llama_cpp(facts(edited(TINY_V1, **changes))) == outcome
+
+
+def test_own_tensors_in_llama_cpp() -> None:
+    spark = edited(TINY_V1, **SPARK)
+    for raw, own, outcome in (
+        (TINY_V1, OWN[:2], "runs_with_notes"),
+        (TINY_V1, OWN[:1], "lower_acceptance"),
+        (TINY_V1, OWN, "runs_with_notes"),
+        (spark, OWN[:2], "lower_acceptance"),
+    ):
+        assert outcome_in_llama_cpp(facts(raw, own=own)) == outcome
 
 
 def test_flags_are_those_of_the_file() -> None:
