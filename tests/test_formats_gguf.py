@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats import Checkpoint
 from blockdraft.formats.convert import convert
 from blockdraft.formats.gguf import LAYOUT, target_facts
+from blockdraft.inspection import inspect_checkpoint
 from drafts import TINY_MLA, TINY_V1, TINY_V2, checkpoint, draft_configs, edited
 
 SWA = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
@@ -535,3 +538,43 @@ def test_the_command(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture
     code, said = run(tmp_path / "d.gguf", tmp_path / "back", "--to", "speculators")
     assert code == 0 and "gguf -> speculators" in said
     assert json.loads((tmp_path / "back" / "config.json").read_text())["speculators_model_type"] == "dflash2"
+
+
+# ---- inspect and the headers alone -----------------------------------------------------------------------------------
+def test_inspect_reads_a_file_without_torch(tmp_path: Path, target: Path) -> None:
+    path = tmp_path / "draft.gguf"
+    formats.write(path, checkpoint(TINY_V2), dialect="gguf", target=target)
+    code = (
+        "import sys\n"
+        "from blockdraft import formats\n"
+        "from blockdraft.inspection import inspect_checkpoint, render_text\n"
+        "report = inspect_checkpoint(sys.argv[1], sys.argv[2])\n"
+        "config = formats.read_config(sys.argv[1])\n"
+        "assert len(formats.read_header(sys.argv[1], config)) == report['num_tensors']\n"
+        "print(render_text(report))\n"
+        "sys.exit('imported torch' if 'torch' in sys.modules else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path, target], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "(dflash, gguf layout)" in done.stdout and "pair       fits" in done.stdout
+
+
+def test_a_report_is_that_of_the_folder(tmp_path: Path, target: Path) -> None:
+    given = checkpoint(edited(TINY_V2, **SWA, is_causal=True))
+    formats.write(tmp_path / "draft", given)
+    formats.write(tmp_path / "draft.gguf", given, dialect="gguf", target=target)
+    folder, file = (inspect_checkpoint(tmp_path / name) for name in ("draft", "draft.gguf"))
+    for key in ("family", "shape", "layers", "rope", "conventions", "parameters", "num_tensors", "cost"):
+        assert file[key] == folder[key], key
+    assert (file["dialect"], file["architecture"]) == ("gguf", "dflash")
+    assert file["weights"]["dtypes"] == ["BF16", "F32"] and folder["weights"]["dtypes"] == ["BF16"]
+    outcomes = {found["engine"]: found["outcome"] for found in file["engines"]}
+    assert outcomes["llama.cpp"] == "runs_with_notes" and outcomes["SGLang"] == "refused"
+
+
+def test_inspect_of_a_file_that_is_no_draft(tmp_path: Path, target: Path) -> None:
+    with pytest.raises(ConfigError, match=r"general\.architecture is 'llama'"):
+        inspect_checkpoint(target)
+    (tmp_path / "cut.gguf").write_bytes(target.read_bytes()[:40])
+    with pytest.raises(CheckpointError, match="damaged or cut short"):
+        inspect_checkpoint(tmp_path / "cut.gguf")

@@ -87,6 +87,10 @@ class Layout:
     stored_name: Callable[[str], str]
     own: frozenset[str]
 
+    def read_raw(self, source: Path | str) -> tuple[Any, Path | None]:
+        """What a checkpoint says of itself, as it stands, and where its weights are; None for a bare config.json."""
+        return read_raw_config(source)
+
     def read_config(
         self, source: Path | str, *, allow_mask_is_eos: bool = False, target: TargetFacts | None = None
     ) -> DraftConfig:

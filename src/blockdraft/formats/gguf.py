@@ -141,6 +141,10 @@ class GgufLayout(Layout):
         """The same dialect with the GGUF of the target."""
         return dataclasses.replace(self, target=target)
 
+    def read_raw(self, source: Path | str) -> tuple[Any, Path | None]:
+        """The keys of a file, lists of the tokenizer left out, and the file."""
+        return files.scalars(_open(source)), files.find_gguf(source)
+
     def read_config(
         self, source: Path | str, *, allow_mask_is_eos: bool = False, target: TargetFacts | None = None
     ) -> DraftConfig:

@@ -9,17 +9,19 @@ from typing import Any
 
 from blockdraft.config import DraftConfig, TargetFacts, pairing_rules, token_ids
 from blockdraft.errors import CheckpointError, ConfigError
-from blockdraft.formats import zlab
+from blockdraft.formats import gguf, zlab
 
 
 def read_target_facts(target_path: Path | str) -> TargetFacts:
-    """The facts of a target from its folder or config.json; end and pad ids also of the generation config."""
+    """The facts of a target from its folder, config.json or GGUF; end and pad ids also of the generation config."""
     path = Path(target_path)
     if not path.exists():
         text = str(target_path)
         is_id = text.count("/") == 1 and not text.startswith((".", "/", "~"))
         hint = "a hub id is not fetched here, download it first" if is_id else "give a folder or a config.json"
         raise CheckpointError(f"the target {text} does not exist: {hint}")
+    if path.suffix == ".gguf" and path.is_file():
+        return gguf.target_facts(path)
     raw, folder = zlab.read_raw_config(path)
     if not isinstance(raw, Mapping):
         raise ConfigError(f"the config of the target {target_path} is not an object")

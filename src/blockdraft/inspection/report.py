@@ -29,7 +29,7 @@ def inspect_checkpoint(
     name: str | None = None,
     target_name: str | None = None,
 ) -> dict[str, Any]:
-    """A JSON-able report on a draft (folder or bare config.json), and on its pair if a target is given.
+    """A JSON-able report on a draft (folder, bare config.json or GGUF file), and on its pair if a target is given.
 
     Raises ConfigError or CheckpointError where the draft itself is not sound; a pair that does not fit is a
     result (`pair.fits` false), not an error. `name`, `target_name`: what they are called, if not by their paths.
@@ -37,8 +37,8 @@ def inspect_checkpoint(
     target = None if target_path is None else read_target_facts(target_path)
     layout = find_dialect(draft_path)
     config = layout.read_config(draft_path, allow_mask_is_eos=allow_mask_is_eos, target=target)
-    raw, folder = zlab.read_raw_config(draft_path)
-    weights = _weights(layout, config, folder) if folder is not None else None
+    raw, place = layout.read_raw(draft_path)
+    weights = _weights(layout, config, place) if place is not None else None
     own = weights["own"] if weights is not None else []
     facts = Facts(config=config, dialect=layout.name, raw=raw, own=own, target=target)
     return {
@@ -46,7 +46,7 @@ def inspect_checkpoint(
         "draft": name or str(draft_path),
         "dialect": layout.name,
         "family": config.family,
-        "architecture": ", ".join(raw.get("architectures") or []) or None,
+        "architecture": ", ".join(raw.get("architectures") or []) or raw.get("general.architecture"),
         "shape": _shape(config),
         "layers": [{"window": layer.window, "is_causal": layer.is_causal} for layer in config.layers],
         "rope": {"theta": config.rope.theta, "rope_type": config.rope.kind, **config.rope.numbers},
@@ -115,15 +115,15 @@ def _is_causality_declared(facts: Facts, given: Mapping[str, Any]) -> bool:
     return is_fixed or any(given.get(key) is not None for key in ("is_causal", "causal"))
 
 
-def _weights(layout: Layout, config: DraftConfig, folder: Path) -> dict[str, Any] | None:
+def _weights(layout: Layout, config: DraftConfig, place: Path) -> dict[str, Any] | None:
     """What the weight files hold, checked against the config; None if the folder has only a config."""
-    if not any(folder.glob("*.safetensors*")):
+    if place.is_dir() and not any(place.glob("*.safetensors*")):
         return None
-    header = layout.read_header(folder, config)
-    layout.check(config, header, folder)
+    header = layout.read_header(place, config)
+    layout.check(config, header, place)
     optional = zlab.optional_tensors(config)
     own = sorted(name for name in header if name in optional)
-    if (folder / zlab.MASK_EMBEDDING_FILE).is_file():
+    if (place / zlab.MASK_EMBEDDING_FILE).is_file():
         own.append(zlab.MASK_EMBEDDING)
     return {
         "num_tensors": len(header),

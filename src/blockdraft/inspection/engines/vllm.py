@@ -25,6 +25,13 @@ VLLM = EngineRules(
             source="speculators PR 1006, its serving notes",
         ),
         Rule(
+            name="gguf",
+            level="unknown",
+            when=lambda draft: draft.dialect == "gguf",
+            text="no loader of a draft in GGUF was found: `blockdraft convert` to z-lab first",
+            source="vllm qwen3_dflash.py",
+        ),
+        Rule(
             name="block",
             level="note",
             when=lambda draft: draft.family == "dspark",
