@@ -112,6 +112,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
         "unknown key 'blok_size' in dflash_config: the nearest known name is 'block_size'",
     ),
     ({"nest_hidden_size": 32}, "unknown key 'hidden_size' in dflash_config"),
+    ({"nest_selector_vocab_size": 60}, "unknown key 'selector_vocab_size' in dflash_config"),
     ({"dflash_config": [1]}, "dflash_config is [1]"),
     # other families and extensions
     ({"model_type": "llama"}, "model_type is 'llama'"),
