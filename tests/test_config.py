@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from blockdraft.config import (
+    PROVEN_RECURRENT_MODEL_TYPES,
     DraftConfig,
     RopeConfig,
     TargetFacts,
@@ -123,8 +124,14 @@ def test_other_spellings_of_sizes() -> None:
 def test_recurrent_targets_are_recognised(changes: dict[str, Any]) -> None:
     target = facts(**changes)
     assert target.is_recurrent
-    with pytest.raises(PairError, match=f"recurrent_state: {target.model_type} keeps recurrent"):
-        check_pair(draft(), target)
+    [rule] = [rule for rule in pairing_rules(draft(), target) if rule.name == "recurrent_state"]
+    assert rule.detail.startswith(f"{target.model_type} keeps recurrent state")
+    assert rule.verdict == ("pass" if target.model_type in PROVEN_RECURRENT_MODEL_TYPES else "unknown")
+
+
+def test_a_target_whose_state_is_out_of_reach_fits_no_draft() -> None:
+    with pytest.raises(PairError, match="recurrent_state: rwkv keeps recurrent state that cannot"):
+        check_pair(draft(), facts(model_type="rwkv"))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +167,7 @@ def test_a_pair_that_fits() -> None:
         ({"num_hidden_layers": 4}, "target_layer_ids", r"taps \[4\] do not exist"),
         ({"eos_token_id": [1, 60]}, "mask_token_role", "end of text"),
         ({"pad_token_id": 60}, "mask_token_role", "padding"),
-        ({"model_type": "mamba2"}, "recurrent_state", "mamba2"),
+        ({"model_type": "jamba"}, "recurrent_state", "jamba"),
     ],
 )
 def test_a_pair_that_does_not_fit(changes: dict[str, Any], rule: str, text: str) -> None:

@@ -10,9 +10,20 @@ from blockdraft.config.attention import AttentionConfig, GqaConfig, LayerConfig,
 from blockdraft.config.checks import require_bool, require_float, require_int, token_ids
 from blockdraft.config.draft import ConvConfig, DraftConfig, Family, SelectorConfig, TapStream
 from blockdraft.config.heads import ConfidenceConfig, InjectionConfig, MarkovConfig, MarkovKind
-from blockdraft.config.pairing import PairRule, TargetFacts, Verdict, check_pair, pairing_rules
+from blockdraft.config.pairing import (
+    PROVEN_RECURRENT_MODEL_TYPES,
+    REFUSED_RECURRENT_MODEL_TYPES,
+    PairRule,
+    TargetFacts,
+    Verdict,
+    check_pair,
+    is_kimi_k3,
+    pairing_rules,
+)
 
 __all__ = [
+    "PROVEN_RECURRENT_MODEL_TYPES",
+    "REFUSED_RECURRENT_MODEL_TYPES",
     "AttentionConfig",
     "ConfidenceConfig",
     "ConvConfig",
@@ -31,6 +42,7 @@ __all__ = [
     "TargetFacts",
     "Verdict",
     "check_pair",
+    "is_kimi_k3",
     "pairing_rules",
     "require_bool",
     "require_float",

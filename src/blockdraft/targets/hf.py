@@ -1,4 +1,4 @@
-"""Any attention-only causal language model of transformers as a target.
+"""Any causal language model of transformers as a target, also one with recurrent or convolution states.
 
 Owns: loading, the refusal of families that cannot be rolled back, taps, rows. Must not know drafts or
 requests. The model is used through what every family shares (``get_decoder().layers``, the embedding and head
@@ -13,15 +13,15 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar, Token
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from blockdraft.config import TargetFacts, token_ids
+from blockdraft.config import REFUSED_RECURRENT_MODEL_TYPES, TargetFacts, token_ids
 from blockdraft.errors import CheckpointError, PairError, RequestError, UnavailableError
 from blockdraft.packed import pack_linears_
 
@@ -29,6 +29,8 @@ from .contract import Row, Scored, Target
 from .fused import FusedTarget, can_fuse
 from .hf_attention import use_grouped_attention_
 from .hf_cache import RowCache, refusal
+from .recurrent import Mixers, Undo
+from .selftest import identity_of, prove
 
 __all__ = ["HFTarget", "load_target"]
 
@@ -36,9 +38,10 @@ __all__ = ["HFTarget", "load_target"]
 class _HFRow(Row):
     """A row of one HFTarget; ``num_last`` of its positions came with the last forward."""
 
-    def __init__(self, owner: HFTarget, cache: RowCache) -> None:
+    def __init__(self, owner: HFTarget, cache: RowCache, undo: Undo | None) -> None:
         self.owner = owner
         self.cache: RowCache | None = cache
+        self.undo = undo  # of the states; None where the row has none
         self.length = 0
         self.num_last = 0
 
@@ -48,7 +51,15 @@ class _HFRow(Row):
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self.cache is None else self.cache.num_bytes
+        beside = 0 if self.undo is None else self.undo.num_bytes
+        return 0 if self.cache is None else self.cache.num_bytes + beside
+
+    def shorten(self, length: int) -> None:
+        """Forget all but the first ``length`` positions; those forgotten belong to the last forward."""
+        assert self.cache is not None
+        self.cache.shorten(length)
+        if self.undo is not None:
+            self.undo.shorten(length)
 
 
 class _Capture:
@@ -57,6 +68,14 @@ class _Capture:
     def __init__(self, owner: HFTarget) -> None:
         self.owner = owner
         self.outputs: dict[int, Tensor] = {}
+        self._token: Token[_Capture | None] | None = None
+
+    def __enter__(self) -> None:
+        self._token = _capture.set(self)
+
+    def __exit__(self, *_error: object) -> None:
+        assert self._token is not None
+        _capture.reset(self._token)
 
 
 # Not a field: hooks of two targets on one model, or of two threads, must not see each other.
@@ -79,11 +98,14 @@ class HFTarget:
         self.dtype: torch.dtype = self._embedding.dtype
         self.device: torch.device = self._embedding.device
         model.eval()
+        self._mixers: Mixers | None = None
         self._handles = [
             self._layers[layer].register_forward_hook(self._hook(layer)) for layer in set(self.tap_layer_ids)
         ]
         try:
             self._probe()
+            if self._mixers is not None or self.facts.is_recurrent:
+                prove(self, identity_of(self._model))
         except BaseException:
             self.close()
             raise
@@ -93,13 +115,16 @@ class HFTarget:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._mixers is not None:
+            self._mixers.close()
 
     def new_row(self) -> Row:
-        return _HFRow(self, RowCache(self._config, self.facts.model_type))
+        cache = RowCache(self._config, self.facts.model_type)
+        return _HFRow(self, cache, None if self._mixers is None else Undo(self._mixers, cache))
 
     def free(self, row: Row) -> None:
         owned = self._owned(row)
-        owned.cache, owned.length, owned.num_last = None, 0, 0
+        owned.cache, owned.undo, owned.length, owned.num_last = None, None, 0, 0
 
     def forward(self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None) -> list[Scored]:
         """One ``Scored`` per row; rows are run one after another, and on an error every row is as it was."""
@@ -110,8 +135,7 @@ class HFTarget:
             return [self._score(x, row, num_logits) for x, row in zip(ids, owned, strict=True)]
         except BaseException:
             for row, length in zip(owned, before, strict=True):
-                assert row.cache is not None
-                row.cache.shorten(length)
+                row.shorten(length)
                 row.length, row.num_last = length, 0
             raise
 
@@ -123,10 +147,9 @@ class HFTarget:
             if row.cache is None or not 0 <= kept <= row.num_last:
                 raise ValueError(f"cannot keep {kept} positions: the last forward left {row.num_last}")
         for row, kept in zip(owned, keep, strict=True):
-            assert row.cache is not None
             row.length -= row.num_last - kept
             row.num_last = kept
-            row.cache.shorten(row.length)
+            row.shorten(row.length)
 
     def embed(self, ids: Tensor) -> Tensor:
         with torch.no_grad():
@@ -162,15 +185,14 @@ class HFTarget:
     def _score(self, ids_T: Tensor, row: _HFRow, num_logits: int | None) -> Scored:
         num_new = ids_T.shape[0]
         capture = _Capture(self)
-        token = _capture.set(capture) if self.tap_layer_ids else None
-        try:
-            # Inference mode saves a tenth of the time between the matrix products; what leaves this class is
-            # made outside it, so that a trainer may use it in a graph.
-            with torch.inference_mode():
-                inner = self._run(ids_T.to(self.device)[None], row.cache, num_logits)
-        finally:
-            if token is not None:
-                _capture.reset(token)
+        # Inference mode saves a tenth of the time between the matrix products; what leaves this class is made
+        # outside it, so that a trainer may use it in a graph.
+        with torch.inference_mode():
+            ids_1T = ids_T.to(self.device)[None]
+            if row.undo is not None:
+                row.undo.begin(ids_1T)
+            with capture, nullcontext() if row.undo is None else row.undo.recording():
+                inner = self._run(ids_1T, row.cache, num_logits)
         row.length += num_new
         row.num_last = num_new
         with torch.no_grad():
@@ -200,18 +222,18 @@ class HFTarget:
 
     def _probe(self) -> None:
         """Feed one id: state kept elsewhere, or taps of another shape, show now and not in a request."""
-        row = cast(_HFRow, self.new_row())
-        assert row.cache is not None
         capture = _Capture(self)
-        token = _capture.set(capture)
-        try:
-            with torch.inference_mode():
-                self._run(torch.zeros((1, 1), dtype=torch.long, device=self.device), row.cache, 0)
-        finally:
-            _capture.reset(token)
-        if row.cache.lengths != {1}:
+        cache = RowCache(self._config, self.facts.model_type)
+        with torch.inference_mode(), capture:
+            self._run(torch.zeros((1, 1), dtype=torch.long, device=self.device), cache, 0)
+        has_states = any(any(layer.has_previous_state.values()) for layer in cache.states)
+        if cache.lengths != {1} and not (has_states and cache.lengths <= {1}):
             raise PairError(refusal(self.facts.model_type, "state outside its key/value cache"))
-        row.cache.shorten(0)
+        cache.shorten(0)
+        if has_states:
+            cache = RowCache(self._config, self.facts.model_type)
+            with torch.inference_mode():
+                self._mixers = Mixers(self._model, lambda ids, row: self._run(ids.to(self.device), row, 0), cache)
         for layer, output in capture.outputs.items():
             if tuple(output.shape) != (1, 1, self.facts.hidden_size):
                 raise PairError(
@@ -288,24 +310,31 @@ def load_model(
 
 
 def _declared_facts(config: Any) -> TargetFacts:
-    """Facts of a configuration. Raises PairError, naming the family, when it declares recurrent state."""
-    raw = config.to_dict()
+    """Facts of a configuration. Raises PairError, naming the family, when its state is known to be out of reach."""
+    raw = _filled(config)
     # Purely recurrent families declare no maximum length: they are refused for what they are, not for that.
     facts = TargetFacts.from_config({"max_position_embeddings": 1, **raw})
-    if facts.is_recurrent:
-        raise PairError(refusal(facts.model_type, "recurrent (linear-attention, convolution or SSM) state"))
+    if facts.model_type in REFUSED_RECURRENT_MODEL_TYPES:
+        raise PairError(refusal(facts.model_type, "recurrent state that is out of reach or lost between forwards"))
     return TargetFacts.from_config(raw)
+
+
+def _filled(config: Any) -> dict[str, Any]:
+    """The configuration as a dictionary, with the number of layers also where it follows from their kinds."""
+    raw: dict[str, Any] = config.to_dict()
+    text = config.get_text_config(decoder=True)
+    known = {"num_hidden_layers": text.num_hidden_layers} if hasattr(text, "num_hidden_layers") else {}
+    return {**known, **raw} if text is config else raw
 
 
 def _facts_of(model: Any) -> TargetFacts:
     """Facts of a loaded model: those of its configuration, corrected by what really is in memory."""
     config = model.config
-    if getattr(model, "_is_stateful", False):
-        raise PairError(refusal(config.model_type, "recurrent state"))
     facts = _declared_facts(config)
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
     return dataclasses.replace(
         facts,
+        is_recurrent=facts.is_recurrent or bool(getattr(model, "_is_stateful", False)),
         vocab_size=vocab_size,
         max_length=min([facts.max_length, *_rope_limits(config.get_text_config(decoder=True))]),
         eos_token_ids=end_ids_of(model, facts, vocab_size),

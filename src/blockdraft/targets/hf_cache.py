@@ -1,23 +1,43 @@
-"""One row's keys and values for transformers models: written in place, rolled back by moving a counter.
+"""One row's cache for transformers models: keys and values written in place, rolled back by moving a counter.
 
 The dynamic layers of transformers concatenate on every step, which copies the whole context, and its sliding
 layers need a crop after every forward. The layers here take the same calls from the model code and work on
-buffers with spare room. Owns the choice of layers that can be rolled back exactly, and the refusal of all
-others. Must not know models, taps or requests.
+buffers with spare room. Recurrent and convolution states are transformers' own; how they are taken back is in
+``recurrent.py``. Owns the choice of layers that can be rolled back exactly, and the refusal of all others. Must
+not know models, taps or requests.
 
 Shapes: S cached positions, T positions of one forward, K kv heads, A head width.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from blockdraft.errors import PairError
 
-__all__ = ["RowCache", "WholeLayer", "WindowLayer"]
+__all__ = [
+    "IndexedLayer",
+    "RowCache",
+    "StateAndWholeLayer",
+    "StateAndWindowLayer",
+    "WholeLayer",
+    "WindowLayer",
+    "refusal",
+]
 
 _MIN_SPARE = 64  # positions of spare room a new buffer has at least
 
@@ -108,6 +128,58 @@ class WindowLayer(DynamicSlidingWindowLayer):
         return 0 if self._room is None else sum(buffer.nbytes for buffer in self._room)
 
 
+class IndexedLayer(WholeLayer):
+    """Sparse attention: next to keys and values stands one indexer entry for every position, in the same order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indexer_keys: Tensor | None = None
+        self.indexer_position_ids: Tensor | None = None
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        old = self.indexer_keys
+        self.indexer_keys = indexer_key_states if old is None else torch.cat([old, indexer_key_states], dim=1)
+        return self.indexer_keys
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[:, : self._length]
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., : self._length]
+
+    @property
+    def num_bytes(self) -> int:
+        beside = [x for x in (self.indexer_keys, self.indexer_position_ids) if x is not None]
+        return super().num_bytes + sum(x.nbytes for x in beside)
+
+
+class StateAndWholeLayer(LinearAttentionLayer, WholeLayer):  # type: ignore[misc, override]
+    """A recurrent mixer and full attention side by side. ``crop`` moves the attention's counter only."""
+
+    is_compileable = False
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        WholeLayer.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        WholeLayer.crop(self, tokens_to_remove)
+
+
+class StateAndWindowLayer(LinearAttentionLayer, WindowLayer):  # type: ignore[misc, override]
+    """A recurrent mixer and sliding attention side by side. ``crop`` moves the attention's counter only."""
+
+    is_compileable = False
+
+    def __init__(self, sliding_window: int, number_of_states: int = 1) -> None:
+        WindowLayer.__init__(self, sliding_window)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        WindowLayer.crop(self, tokens_to_remove)
+
+
 class RowCache(DynamicCache):
     """The cache of one row, laid out as transformers lays it out for this configuration.
 
@@ -123,24 +195,34 @@ class RowCache(DynamicCache):
 
     @property
     def lengths(self) -> set[int]:
-        """The different numbers of positions that the layers hold: exactly one between forwards."""
-        return {layer.get_seq_length() for layer in self.layers if not isinstance(layer, DummyLayer)}
+        """The different numbers of positions that attention layers hold: one between forwards, none without any."""
+        return {layer.get_seq_length() for layer in self._attention}
+
+    @property
+    def states(self) -> list[LinearAttentionLayer]:
+        """The layers that hold recurrent or convolution states, in order."""
+        return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.num_bytes for layer in self.layers if not isinstance(layer, DummyLayer))
+        held = [x for layer in self.states for x in (*layer.conv_states.values(), *layer.recurrent_states.values())]
+        return sum(layer.num_bytes for layer in self._attention) + sum(x.nbytes for x in held if x is not None)
 
     def shorten(self, length: int) -> None:
-        """Bring every layer back to this many positions; layers that are already there stay."""
-        for layer in self.layers:
-            if not isinstance(layer, DummyLayer) and layer.get_seq_length() > length:
+        """Bring every attention layer back to this many positions; layers that are already there stay."""
+        for layer in self._attention:
+            if layer.get_seq_length() > length:
                 layer.crop(length - layer.get_seq_length())
+
+    @property
+    def _attention(self) -> list[Any]:
+        return [cast(Any, layer) for layer in self.layers if isinstance(layer, CacheLayerMixin)]
 
 
 def refusal(model_type: str, what: str) -> str:
     return (
-        f"target family {model_type!r} has {what}, which cannot be rolled back exactly by this version"
-        " (recurrent and sparse targets come in a later version): use an attention-only target"
+        f"target family {model_type!r} has {what}, which this version cannot roll back exactly: use another target"
+        " (attention-only ones all work, of the recurrent ones those in the table of the documentation)"
     )
 
 
@@ -150,8 +232,14 @@ def _own_layer(layer: Any, model_type: str) -> Any:
         return WholeLayer()
     if type(layer) is DynamicSlidingWindowLayer:
         return WindowLayer(layer.sliding_window)
-    if type(layer) is DummyLayer:
+    if type(layer) in (DummyLayer, LinearAttentionLayer):
         return layer
+    if type(layer) is DynamicIndexedLayer:
+        return IndexedLayer()
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        return StateAndWholeLayer(layer.number_of_states)
+    if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+        return StateAndWindowLayer(layer.sliding_window, layer.number_of_states)
     raise PairError(refusal(model_type, f"layer state of the kind {type(layer).__name__}"))
 
 

@@ -1,0 +1,241 @@
+"""Taking back recurrent and convolution states, which hold no positions that could be cut off.
+
+Before a forward one copy is made of every state of the row. To keep the first positions of that forward, the copies
+are put back and the modules that move the states run again, alone, on the kept part of what they were given: their
+inputs depend on kept positions only, so they need no other layer. A forward of very many positions keeps its ids
+instead of those inputs and is run again whole. Nothing is run before the row's next forward asks for it.
+Owns which modules move states, their inputs, and the copies. Must not know families, taps or requests.
+
+Shapes: T positions of one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionLayer
+
+from .hf_cache import RowCache
+
+__all__ = ["Mixers", "Undo"]
+
+_MAX_RECORDED = 256  # positions; beyond it (prefill) the inputs of every mixer would be as large as a cache
+_NUM_TRIED = 7  # positions of the forward that shows what the mixers are given: no usual number of heads
+_STATE_CALLS = ("update_conv_state", "update_recurrent_state")
+_POSITION_CALLS = ("update", "update_indexer")
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One run of a module that moves states: what it was given."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def is_by_position(self, num_fed: int) -> bool:
+        """Whether every tensor that the module was given can be cut to its first positions."""
+        try:
+            for given in (*self.args, *self.kwargs.values()):
+                _cut(given, 1, num_fed)
+        except ValueError:
+            return False
+        return True
+
+    def repeat(self, keep: int, num_fed: int) -> None:
+        """Run the module again on the first ``keep`` of ``num_fed`` positions."""
+        args = [_cut(x, keep, num_fed) for x in self.args]
+        self.module(*args, **{name: _cut(x, keep, num_fed) for name, x in self.kwargs.items()})
+
+
+@dataclass(slots=True)
+class _Recording:
+    owner: Mixers
+    calls: list[_Call]
+
+
+# Not a field: hooks of two targets on one model, or of two threads, must not see each other.
+_recording: ContextVar[_Recording | None] = ContextVar("blockdraft_recording", default=None)
+
+
+class Mixers:
+    """The modules of a model that move recurrent or convolution states, found by watching two forwards.
+
+    ``can_repeat``: they can be run again alone. Otherwise (one of them writes keys as well, or was given what is not
+    laid out by position) the whole forward is.
+    """
+
+    def __init__(self, model: nn.Module, run: Callable[[Tensor, RowCache], Any], cache: RowCache) -> None:
+        self._run = run
+        self.modules, self.can_repeat = _watched(model, cache, run)
+        self._handles = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in self.modules]
+        calls: list[_Call] = []
+        with self.recording(calls):
+            run(torch.zeros((1, _NUM_TRIED), dtype=torch.long), cache)
+        self.can_repeat = self.can_repeat and all(call.is_by_position(_NUM_TRIED) for call in calls)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def run_again(self, ids_1T: Tensor, cache: RowCache) -> None:
+        self._run(ids_1T, cache)
+
+    @contextmanager
+    def recording(self, calls: list[_Call]) -> Iterator[None]:
+        """Within, what the modules are given is noted in ``calls``."""
+        token = _recording.set(_Recording(self, calls))
+        try:
+            yield
+        finally:
+            _recording.reset(token)
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recording = _recording.get()
+        if recording is not None and recording.owner is self:
+            recording.calls.append(_Call(module, args, dict(kwargs)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The states of one layer before a forward."""
+
+    layer: LinearAttentionLayer
+    tensors: dict[tuple[str, int], Tensor | None]
+    flags: dict[str, dict[int, Any]]
+
+    @classmethod
+    def of(cls, layer: LinearAttentionLayer) -> _Copy:
+        tensors = {
+            (name, index): None if state is None else state.clone()
+            for name in ("conv_states", "recurrent_states")
+            for index, state in getattr(layer, name).items()
+        }
+        names = ("has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized")
+        return cls(layer, tensors, {name: dict(getattr(layer, name)) for name in names})
+
+    def put_back(self) -> None:
+        """The layer as it was. The copy stays as it is: mixers write into the states that they find."""
+        for (name, index), state in self.tensors.items():
+            getattr(self.layer, name)[index] = None if state is None else state.clone()
+        for name, flags in self.flags.items():
+            getattr(self.layer, name).update(flags)
+
+
+class Undo:
+    """What one row needs to take its last forward back, any number of times, to fewer and fewer positions."""
+
+    def __init__(self, mixers: Mixers, cache: RowCache) -> None:
+        self._mixers, self._cache = mixers, cache
+        self._copies: list[_Copy] = []
+        self._ids_1T: Tensor | None = None
+        self._start = self._end = 0
+        self._is_stale = False
+        self._calls: list[_Call] = []
+
+    @property
+    def num_fed(self) -> int:
+        """Positions of the forward that began last."""
+        return 0 if self._ids_1T is None else self._ids_1T.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """The copies and the recorded inputs."""
+        copies = [x for copy in self._copies for x in copy.tensors.values() if x is not None]
+        given = [x for call in self._calls for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
+        return sum(x.nbytes for x in (*copies, *given))
+
+    def begin(self, ids_1T: Tensor) -> None:
+        """Bring the states up to date and copy them: a forward of these ids follows."""
+        self.settle()
+        copies = [_Copy.of(layer) for layer in self._cache.states]
+        self._copies, self._calls, self._ids_1T = copies, [], ids_1T
+        self._start, self._end = self._end, self._end + ids_1T.shape[1]
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Surrounds the forward that follows ``begin``."""
+        if self._mixers.can_repeat and self.num_fed <= _MAX_RECORDED:
+            return self._mixers.recording(self._calls)
+        return nullcontext()
+
+    def shorten(self, length: int) -> None:
+        """Have the states of the first ``length`` positions of the row; the work is done when they are needed."""
+        if length == self._end:
+            return
+        assert self._start <= length < self._end
+        self._end, self._is_stale = length, True
+
+    def settle(self) -> None:
+        """Do what ``shorten`` put off. Interrupted, it starts again from the copies the next time."""
+        if not self._is_stale:
+            return
+        keep = self._end - self._start
+        for copy in self._copies:
+            copy.put_back()
+        if keep and self._calls:
+            for call in self._calls:
+                call.repeat(keep, self.num_fed)
+        elif keep:
+            assert self._ids_1T is not None
+            self._cache.shorten(self._start)
+            self._mixers.run_again(self._ids_1T[:, :keep], self._cache)
+        self._is_stale = False
+
+
+def _cut(given: Any, keep: int, num_fed: int) -> Any:
+    """The part of an argument that belongs to the first ``keep`` positions; rows are one, positions come second."""
+    if isinstance(given, tuple | list):
+        return type(given)(_cut(x, keep, num_fed) for x in given)
+    if not isinstance(given, Tensor) or given.dim() == 0:
+        return given
+    if given.dim() >= 2 and given.shape[1] == num_fed:
+        return given[:, :keep]
+    if given.dim() == 1 and given.shape[0] == num_fed:
+        return given[:keep]
+    raise ValueError(f"a mixer was given a tensor of shape {tuple(given.shape)} for {num_fed} positions")
+
+
+def _watched(model: nn.Module, cache: RowCache, run: Callable[[Tensor, RowCache], Any]) -> tuple[list[nn.Module], bool]:
+    """(modules that move states in a forward of one id, none inside another; whether they write nothing else)."""
+    stack: list[nn.Module] = []
+    movers: dict[nn.Module, None] = {}
+    writing: list[list[nn.Module]] = []
+
+    def watched(name: str) -> Callable[..., Any]:
+        real = getattr(cache, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name in _STATE_CALLS:
+                movers.setdefault(stack[-1])
+            else:
+                writing.append(list(stack))
+            return real(*args, **kwargs)
+
+        return call
+
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        stack.pop()
+
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(lambda m, _args: stack.append(m)))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    for name in (*_STATE_CALLS, *_POSITION_CALLS):
+        setattr(cache, name, watched(name))
+    try:
+        run(torch.zeros((1, 1), dtype=torch.long), cache)
+    finally:
+        for name in (*_STATE_CALLS, *_POSITION_CALLS):
+            delattr(cache, name)
+        for handle in handles:
+            handle.remove()
+    inside = {part for mover in movers for part in mover.modules() if part is not mover}
+    outer = [mover for mover in movers if mover not in inside]
+    return outer, not any(module in outer for modules in writing for module in modules)
