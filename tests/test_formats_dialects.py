@@ -381,6 +381,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert same(formats.read(tmp_path / "draft"), made)
 
 
+def test_keys_beside_the_draft_are_named_where_they_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ids of a text and settings of training have no place in what is written; nothing else is left out."""
+    formats.write(tmp_path / "draft", checkpoint(TINY_V1))
+    raw = {**raw_of(tmp_path / "draft"), "eos_token_id": 2, "pad_token_id": None, "num_anchors": 512}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(raw))
+    for name in NAMES:
+        done = convert(tmp_path / "draft", tmp_path / name, name)
+        assert done.left_out == ("eos_token_id", "num_anchors")
+        assert convert(tmp_path / name, tmp_path / f"{name} again", "z-lab").left_out == ()
+    out = run_convert(capsys, tmp_path / "draft", tmp_path / "out", "--to", "z-lab")[1]
+    assert out.splitlines()[1:] == ["not carried over, it says nothing of the draft itself: eos_token_id, num_anchors"]
+
+
 def test_the_command_takes_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = checkpoint(TINY_V1)
     formats.write(tmp_path / "draft", made, dialect="speculators")

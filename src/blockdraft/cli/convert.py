@@ -53,6 +53,8 @@ def convert(
     )
     what = f"{done.num_tensors} tensors ({', '.join(done.dtypes)}), {done.source_dialect} -> {done.dialect}"
     print(f"{destination}: {what}, read back and equal")
+    if done.left_out:
+        print(f"not carried over, it says nothing of the draft itself: {', '.join(done.left_out)}")
 
 
 def _facts(place: Path) -> TargetFacts:

@@ -5,24 +5,40 @@ Owns: what counts as the same checkpoint. Must not know: any dialect.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from blockdraft.config import TargetFacts
 from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats import DIALECTS, FILE_DIALECTS, Checkpoint, find_dialect
+from blockdraft.formats._gguf_file import find_gguf
+from blockdraft.formats._keys import words
+from blockdraft.formats._layout import read_raw_config
 
 __all__ = ["Conversion", "convert"]
+
+# What a config.json may say beside the draft itself: ids of a text, a mask by its text, settings of training.
+_BESIDE = words(
+    "bos_token_id eos_token_id pad_token_id unk_token_id mask_token num_anchors max_anchors confidence_head_alpha "
+    "ce_weight alignment_weight alignment_warmup_steps replacement_layers replacement_probability "
+    "replacement_hold_ratio replacement_end_ratio candidate_mass_threshold"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What was done: from which dialect to which, how many tensors, as what they are stored."""
+    """What was done: from which dialect to which, how many tensors, as what they are stored.
+
+    `left_out`: keys of the source's config.json beside the draft itself that were not written.
+    """
 
     source_dialect: str
     dialect: str
     num_tensors: int
     dtypes: tuple[str, ...]
+    left_out: tuple[str, ...]
 
 
 def convert(
@@ -60,7 +76,17 @@ def convert(
         dialect=wanted.name,
         num_tensors=len(checkpoint.tensors),
         dtypes=(dtype,) if dtype is not None else tuple(sorted(kinds)),
+        left_out=tuple(sorted(_beside(source) - _beside(destination))),
     )
+
+
+def _beside(place: Path | str) -> frozenset[str]:
+    """Which keys beside the draft itself a config.json gives, at top level or in one of its objects."""
+    if find_gguf(place) is not None:
+        return frozenset()
+    raw: Mapping[str, Any] = read_raw_config(place)[0]
+    objects = [raw, *(value for value in raw.values() if isinstance(value, Mapping))]
+    return frozenset(key for values in objects for key in _BESIDE if values.get(key) is not None)
 
 
 def _compare(given: Checkpoint, back: Checkpoint, dtype: str | None) -> None:
