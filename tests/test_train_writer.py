@@ -315,6 +315,24 @@ def test_writing_goes_on_from_any_moment(talker, tmp_path, groups_of_three) -> N
         assert same_text(folder, tmp_path / "whole")
 
 
+def test_a_shard_that_was_deleted_is_missed_and_written_again(talker, tmp_path, groups_of_three) -> None:
+    recipe, folder = recipe_for(tmp_path), tmp_path / "c"
+    whole = prepare_corpus(recipe, talker, folder)
+    before = content(folder)
+    damaged = folder / "shard-00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="delete it and its seal, and let the corpus be written on"):
+        Corpus(folder, max_length=120)
+    damaged.unlink()
+    with pytest.raises(CheckpointError, match=r"shard-00001\.safetensors: the manifest names this shard"):
+        Corpus(folder, max_length=120)
+    damaged.with_suffix(".json").unlink()
+    assert prepare_corpus(recipe, talker, folder) == whole
+    assert content(folder).keys() == before.keys()
+    assert len(Corpus(folder, max_length=120)) == len(before)
+    assert json.loads((folder / "manifest.json").read_text())["shards"]["shard-00001.safetensors"]
+
+
 def test_ranks_share_the_shards(talker, tmp_path, groups_of_three) -> None:
     recipe = recipe_for(tmp_path)
     whole = prepare_corpus(recipe, talker, tmp_path / "whole")

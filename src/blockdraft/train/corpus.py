@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 SHARD_PATTERN = "*.safetensors"
+MANIFEST_FILE = "manifest.json"
 SHARD_TENSORS = ("ids", "len", "prompt", "taps", "written")
 MIN_WRITTEN_TOKENS = 3
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -131,10 +132,25 @@ class Corpus:
         self._shards: list[_Shard] = []
         self._places: list[_Place] = []
         self.rescan()
+        self._check_manifest()
         if not self._places:
             raise CheckpointError(
                 f"{folder}: the corpus has no usable sequence ({len(self._shards)} shards; usable are sequences "
                 f"of at most max_length {max_length} tokens with {MIN_WRITTEN_TOKENS} or more of the target's)"
+            )
+
+    def _check_manifest(self) -> None:
+        """Nothing; a CheckpointError if the corpus is finished and a shard of it is not here."""
+        path = self.folder / MANIFEST_FILE
+        if not path.is_file():
+            return
+        try:
+            names = list(json.loads(path.read_text(encoding="utf-8"))["shards"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise CheckpointError(f"{path} is not the manifest of a corpus; delete it, and {_ADVICE_ON}") from None
+        if lost := sorted(set(names) - set(self.shard_names)):
+            raise CheckpointError(
+                f"{self.folder / lost[0]}: the manifest names this shard, put it back, or {_ADVICE_ON}"
             )
 
     def __len__(self) -> int:
@@ -264,7 +280,8 @@ def assemble(facts: CorpusFacts, ids_BS: Tensor, stored_BSNE: Tensor, written_BS
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
-_ADVICE = "delete it and its seal, and let the corpus be written on"
+_ADVICE_ON = "let the corpus be written on"
+_ADVICE = f"delete it and its seal, and {_ADVICE_ON}"
 
 
 def write_shard(path: Path, sequences: Sequence[TextSequence], *, facts: CorpusFacts) -> dict[str, Any]:

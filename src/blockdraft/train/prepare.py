@@ -26,7 +26,7 @@ from blockdraft.inspection import read_target_facts
 from blockdraft.targets import ensure_target
 from blockdraft.train.plan import BUILTIN_TARGET
 from blockdraft.train.recipe import Recipe, recipe_from_dict
-from blockdraft.train.writer import Event, Manifest, Writer, read_manifest
+from blockdraft.train.writer import Event, Manifest, Writer, finished_manifest
 
 __all__ = ["ProgressLines", "prepare_corpus", "run_corpus", "write_in_processes"]
 
@@ -52,7 +52,7 @@ def prepare_corpus(
     """
     writer = Writer(recipe, target_folder, folder, rank=rank, num_ranks=num_ranks, exclude=exclude)
     writer.claim()
-    if read_manifest(folder) is None:
+    if finished_manifest(folder) is None:
         num_processes = recipe.text.num_processes
         lines = ProgressLines(num_processes, on_progress)
         if num_processes == 1:

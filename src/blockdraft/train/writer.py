@@ -29,7 +29,7 @@ from blockdraft.targets.contract import Target
 from blockdraft.targets.writing import write
 from blockdraft.text import Tokenizer, load_tokenizer
 from blockdraft.train.answers import Answers, AnswerSettings, Outcome, generator_for
-from blockdraft.train.corpus import DTYPES, read_seal, seal_of, seal_shard, write_shard
+from blockdraft.train.corpus import DTYPES, MANIFEST_FILE, read_seal, seal_of, seal_shard, write_shard
 from blockdraft.train.corpus_facts import FACTS_FILE, CorpusFacts
 from blockdraft.train.files import file_sha256, write_text_atomically
 from blockdraft.train.identity import identify, text_sha256
@@ -37,9 +37,8 @@ from blockdraft.train.prompts import Conversation, Tally, read_file, read_hub, s
 from blockdraft.train.recipe import Recipe
 from blockdraft.train.selfwritten import finished_turn, open_turn_ids
 
-__all__ = ["Event", "Manifest", "Writer", "corpus_facts", "read_held_out", "read_manifest"]
+__all__ = ["Event", "Manifest", "Writer", "corpus_facts", "finished_manifest", "read_held_out", "read_manifest"]
 
-MANIFEST_FILE = "manifest.json"
 PROMPTS_FILE = "prompts.jsonl"
 TALLY_FILE = "prompts.json"
 HELD_OUT_FILE = "held_out.jsonl"
@@ -91,6 +90,18 @@ def read_manifest(folder: Path) -> Manifest | None:
         return Manifest(**{name: raw[name] for name in Manifest.__dataclass_fields__})
     except (KeyError, TypeError):
         raise CheckpointError(f"{path} is not the manifest of a corpus; delete it and run again") from None
+
+
+def finished_manifest(folder: Path) -> Manifest | None:
+    """The manifest, None where it is not there or one of its shards is missing or was written since."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return None
+    for name, sha256 in _read_json(folder / MANIFEST_FILE).get("shards", {}).items():
+        path = folder / name
+        if not path.is_file() or not seal_of(path).is_file() or read_seal(path)["sha256"] != sha256:
+            return None
+    return manifest
 
 
 def read_held_out(folder: Path) -> list[list[int]]:
@@ -189,11 +200,11 @@ class Writer:
 
     def finish(self) -> Manifest:
         """The manifest, once every shard is there; the first rank writes it."""
-        manifest = read_manifest(self.folder)
+        manifest = finished_manifest(self.folder)
         if manifest is not None:
             return manifest
         names = self._shard_paths(sum(1 for _ in _read_lines(self.folder / PROMPTS_FILE)))
-        _wait_for([seal_of(path) for path in names])
+        _wait_for([part for path in names for part in (path, seal_of(path))])
         seals = {path.name: read_seal(path) for path in names}
         before = _read_json(self.folder / TALLY_FILE)
         skipped, errors = Tally(), Tally()
