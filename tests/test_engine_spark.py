@@ -74,6 +74,32 @@ def test_rows_of_a_batch_are_the_texts_of_each_alone(model: Any, config: DraftCo
     assert [list(done.token_ids) for done in engine.run(requests)] == [plain_ids(model, ids, 9) for ids in prompts]
 
 
+@pytest.mark.parametrize(("name", "least"), [("rnn", 0.4), ("gated", 0.0), ("dspine", 0.0)])
+def test_sampled_rows_of_a_batch_are_those_of_each_seed_alone(model: Any, name: str, least: float) -> None:
+    """Other temperatures, widths and lengths beside it change nothing: neither tokens nor what was proposed."""
+    config = DRAFTS[name]
+    engine = Engine(hf_target(model, config.target_layer_ids), random_model(config))
+    requests = [
+        Request(
+            prompt_ids=[3 + i, 7, 1] * (1 + i % 3),
+            max_new_tokens=10,
+            stop_ids=NO_STOP,
+            sampling=SamplingParams(temperature=(0.5, 1.0, 1.7)[i % 3], top_p=0.9),
+            width=2 + i % (config.max_width - 1),
+            min_confidence=least,
+            seed=i,
+        )
+        for i in range(6)
+    ]
+
+    def seen(done: Any) -> tuple[Any, ...]:
+        return done.token_ids, done.stats.drafted_histogram, done.stats.accepted_histogram
+
+    together = [seen(done) for done in engine.run(requests)]
+    assert together == [seen(engine.run([request])[0]) for request in requests]
+    assert len({ids for ids, *_ in together}) == len(requests)
+
+
 def test_a_cut_shortens_what_the_target_scores_and_not_the_text(model: Any, ar_text: list[int]) -> None:
     engine = Engine(hf_target(model, (0, 2)), random_model(spark_config("gated"), seed=2))
     drafted = []
