@@ -16,7 +16,7 @@ from torch import Tensor
 from blockdraft.config import TapStream, TargetFacts
 from blockdraft.targets.kimi_k3 import KimiK3Config, KimiK3Model, KimiK3Target, published_tensors
 
-VOCAB, WIDTH, LAYERS, BLOCK, MAX_LENGTH = 48, 32, 9, 4, 256
+VOCAB, WIDTH, LAYERS, BLOCK, MAX_LENGTH = 50, 32, 9, 4, 256
 MLA_HEADS, NOPE, SHARED, VALUE, LATENT, Q_LORA = 3, 6, 4, 5, 10, 12
 KDA_HEADS, KDA_DIM, KERNEL, LOWER = 3, 8, 4, -5.0
 EXPERTS, TOP_K, EXPERT_LATENT, EXPERT_WIDTH = 6, 2, 32, 32
@@ -133,7 +133,7 @@ def tiny_model(*, seed: int = 0, dtype: torch.dtype = torch.float64, scale: floa
     """A random model in which every part matters: norms, biases and scorers too."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = KimiK3Model(KimiK3Config.from_dict(edited(**changes))).to(dtype)
+        model = KimiK3Model(KimiK3Config.from_dict(edited(**changes))).double()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name:
@@ -144,7 +144,7 @@ def tiny_model(*, seed: int = 0, dtype: torch.dtype = torch.float64, scale: floa
                     parameter.normal_(0.0, 0.1)
                 elif not name.endswith("A_log"):
                     parameter.normal_(0.0, scale)
-    return model
+    return model.to(dtype)
 
 
 def tiny_target(

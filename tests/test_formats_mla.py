@@ -184,7 +184,8 @@ def test_a_stream_that_the_target_does_not_have() -> None:
         return next(rule.verdict for rule in pairing_rules(config, facts) if rule.name == "tap_stream")
 
     assert verdict("llama", draft) == "fail"
-    assert verdict("kimi_k3", draft) == "unknown"
+    assert verdict("kimi_k3", draft) == "pass"
+    assert verdict("kimi_linear", draft) == "fail"
     assert verdict("llama", zlab.config_from_dict(TINY_MLA)) == "pass"
 
 

@@ -80,6 +80,11 @@ class Engine:
                 allow_mask_is_eos=allow_mask_is_eos,
             )
             assert tuple(target.tap_layer_ids) == tuple(draft.config.target_layer_ids)
+            if target.tap_stream != draft.config.tap_stream:
+                raise PairError(
+                    f"the target's taps are the stream {target.tap_stream!r} and the draft reads"
+                    f" {draft.config.tap_stream!r}; load the target with tap_stream={draft.config.tap_stream!r}"
+                )
         for name, value in (("max_rows", max_rows), ("prefill_chunk_size", prefill_chunk_size)):
             if type(value) is not int or value < 1:
                 raise RequestError(f"{name} is {value!r}; it must be a whole number of at least 1")

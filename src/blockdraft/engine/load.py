@@ -81,6 +81,7 @@ def load(
         dtype=DTYPES[dtype],
         device=place,
         trust_remote_code=trust_remote_code,
+        tap_stream="prefix" if model is None else model.config.tap_stream,
     )
     tokenizer = load_tokenizer(target_folder, trust_remote_code=trust_remote_code)
     return Engine(

@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from blockdraft.config import TargetFacts
+from blockdraft.config import TapStream, TargetFacts
+from blockdraft.errors import PairError
 
-__all__ = ["Row", "Scored", "Target"]
+__all__ = ["Row", "Scored", "Target", "checked_taps"]
 
 
 class Row(ABC):
@@ -49,6 +50,11 @@ class Target(Protocol):
     @property
     def tap_layer_ids(self) -> tuple[int, ...]:
         """0-based layers; a tap is what that layer puts out, before any final norm."""
+        ...
+
+    @property
+    def tap_stream(self) -> TapStream:
+        """Which of its streams the taps are, "prefix" where there is only one."""
         ...
 
     @property
@@ -86,3 +92,14 @@ class Target(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] the bare output head on [..., E]: no multiplier, no softcap."""
         ...
+
+
+def checked_taps(tap_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    taps = tuple(tap_layer_ids)
+    wrong = [i for i in taps if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < num_layers]
+    if wrong or len(set(taps)) != len(taps):
+        raise PairError(
+            f"taps {list(taps)} do not fit a target of {num_layers} layers: different whole numbers"
+            f" 0..{num_layers - 1} are needed; is this the target that the draft was trained for?"
+        )
+    return taps

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.config import TargetFacts
+from blockdraft.config import TapStream, TargetFacts
 from blockdraft.errors import PairError, RequestError
 from blockdraft.packed import PackedLinear, can_pack
 
@@ -90,6 +90,8 @@ class FusedTarget:
 
     Raises PairError when the fused computation does not give the model's own logits on a short probe.
     """
+
+    tap_stream: TapStream = "prefix"
 
     def __init__(self, model: Any, facts: TargetFacts, tap_layer_ids: Sequence[int], *, pack: bool) -> None:
         config = model.config

@@ -21,14 +21,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from blockdraft.config import REFUSED_RECURRENT_MODEL_TYPES, TargetFacts, token_ids
+from blockdraft.config import REFUSED_RECURRENT_MODEL_TYPES, TapStream, TargetFacts, token_ids
 from blockdraft.errors import CheckpointError, PairError, RequestError, UnavailableError
 from blockdraft.packed import pack_linears_
 
-from .contract import Row, Scored, Target
+from .contract import Row, Scored, Target, checked_taps
 from .fused import FusedTarget, can_fuse
 from .hf_attention import use_grouped_attention_
 from .hf_cache import RowCache, refusal
+from .kimi_k3 import holds_kimi_k3, load_kimi_k3
 from .recurrent import Mixers, Undo
 from .selftest import identity_of, prove
 
@@ -84,6 +85,8 @@ _capture: ContextVar[_Capture | None] = ContextVar("blockdraft_capture", default
 
 class HFTarget:
     """A target around a loaded transformers model. The model is not copied; close() removes the hooks."""
+
+    tap_stream: TapStream = "prefix"
 
     def __init__(self, model: nn.Module, tap_layer_ids: Sequence[int] = ()) -> None:
         self._model = cast(Any, model)
@@ -251,17 +254,26 @@ def load_target(
     pack: bool | None = None,
     fused: bool | None = None,
     trust_remote_code: bool = False,
+    tap_stream: TapStream = "prefix",
 ) -> Target:
     """The target in a local folder or of a hub id, ready to run.
 
     dtype None: as stored. pack: weights and attention in the form that is fastest on the CPU, the same up to
     rounding; None does it wherever it pays. fused: one pass for all rows, for the families that have it; None uses it
-    wherever it is there. The family and the taps are checked before any weight is read.
+    wherever it is there. The family and the taps are checked before any weight is read. tap_stream: which of the two
+    streams of a target with attention residuals (Kimi K3) the taps are.
     """
     source = str(name_or_path)
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UnavailableError(f"device {device!r} was asked for and no CUDA device is here: use device 'cpu'")
+    folder = Path(source).expanduser()
+    if holds_kimi_k3(folder):
+        if fused:
+            raise UnavailableError("fused=True was asked for, and Kimi K3 has no other form here: pass fused=None")
+        return load_kimi_k3(folder, tap_layer_ids, tap_stream=tap_stream, dtype=dtype, device=place, pack=pack)
+    if tap_stream != "prefix":
+        raise PairError(f"taps of the stream {tap_stream!r} were asked for: only Kimi K3 has it; is this its target?")
     model = load_model(source, tap_layer_ids, dtype=dtype, trust_remote_code=trust_remote_code)
     model.to(place)
     can_pack = place.type == "cpu" and not hasattr(model.config, "quantization_config")
@@ -383,17 +395,6 @@ def decoder_of(model: Any, facts: TargetFacts) -> tuple[Any, nn.ModuleList]:
         f"target family {facts.model_type!r} has no list of {facts.num_layers} decoder layers to tap: a"
         " causal language model of transformers, built like Llama, is needed"
     )
-
-
-def checked_taps(tap_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    taps = tuple(tap_layer_ids)
-    wrong = [i for i in taps if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < num_layers]
-    if wrong or len(set(taps)) != len(taps):
-        raise PairError(
-            f"taps {list(taps)} do not fit a target of {num_layers} layers: different whole numbers"
-            f" 0..{num_layers - 1} are needed; is this the target that the draft was trained for?"
-        )
-    return taps
 
 
 def _check_folder(source: str) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.config import DraftConfig, TargetFacts
+from blockdraft.config import DraftConfig, TapStream, TargetFacts
 from blockdraft.targets import Row, Scored
 from blockdraft.train.corpus import CorpusBatch
 from blockdraft.train.corpus_facts import CorpusFacts
@@ -48,6 +48,7 @@ class ToyTarget:
 
     dtype = torch.float64
     device = torch.device("cpu")
+    tap_stream: TapStream = "prefix"
 
     def __init__(self, config: DraftConfig, *, seed: int) -> None:
         self.facts = TargetFacts(

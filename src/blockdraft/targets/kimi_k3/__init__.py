@@ -7,7 +7,8 @@ checkpoints (checkpoint) and the target with its rows (target).
 from __future__ import annotations
 
 from .checkpoint import Counts, count_parameters, empty_model, published_tensors, read, write
-from .config import KimiK3Config, is_kimi_k3
+from .config import KimiK3Config
+from .loading import holds_kimi_k3, load_kimi_k3
 from .model import KimiK3Model
 from .target import KimiK3Target
 
@@ -18,7 +19,8 @@ __all__ = [
     "KimiK3Target",
     "count_parameters",
     "empty_model",
-    "is_kimi_k3",
+    "holds_kimi_k3",
+    "load_kimi_k3",
     "published_tensors",
     "read",
     "write",

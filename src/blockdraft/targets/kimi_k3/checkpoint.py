@@ -90,7 +90,9 @@ def read_raw(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def read(folder: Path, *, dtype: torch.dtype | None, device: torch.device) -> tuple[KimiK3Model, TargetFacts]:
+def read(
+    folder: Path, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> tuple[KimiK3Model, TargetFacts]:
     """The model of a folder and its facts. dtype None: as stored."""
     raw = read_raw(folder)
     config = KimiK3Config.from_dict(raw)
@@ -101,7 +103,7 @@ def read(folder: Path, *, dtype: torch.dtype | None, device: torch.device) -> tu
     found = _accounted(folder, entries, homes, config)
     stored = next(entry.dtype for entry in entries if found.get(entry.name) == "model.embed_tokens.weight")
     kind = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}[stored]
-    _fill(model, entries, found, homes, dtype or kind, device)
+    _fill(model, entries, found, homes, dtype or kind, device or torch.device("cpu"))
     return model, facts
 
 

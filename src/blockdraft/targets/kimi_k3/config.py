@@ -14,7 +14,7 @@ from blockdraft.config import require_bool, require_float, require_int
 from blockdraft.errors import ConfigError
 from blockdraft.formats._keys import known_only, neutral_only, object_of, off, requires, words
 
-__all__ = ["KdaConfig", "KimiK3Config", "MoeConfig", "is_kimi_k3"]
+__all__ = ["KdaConfig", "KimiK3Config", "MoeConfig"]
 
 _SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
@@ -65,15 +65,6 @@ _KDA_KEYS = words(
 )
 _TEXT_KEY = "text_config"
 MXFP4_GROUP = 32
-
-
-def is_kimi_k3(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is one of Kimi-K3: the whole model, or its text part alone."""
-    text = raw.get(_TEXT_KEY)
-    inner = text if isinstance(text, Mapping) else raw
-    return raw.get("model_type") == "kimi_k3" or (
-        inner.get("model_type") == "kimi_linear" and inner.get("attn_res_block_size") is not None
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
