@@ -96,6 +96,7 @@ DRAFTS = [
     facts(edited(TINY_V1, **SPARK)),
     facts(edited(TINY_V1, **SPINE)),
     facts(TINY_V1, dialect="gguf"),
+    facts(TINY_V1, dialect="torchspec"),
     facts(TINY_V1, dialect="transformers"),
     facts(edited(TINY_V1, **SWA, is_causal=False), dialect="transformers"),
     facts(edited(TINY_V1, target_hidden_size=24)),

@@ -32,6 +32,13 @@ VLLM = EngineRules(
             source="vllm qwen3_dflash.py",
         ),
         Rule(
+            name="training_names",
+            level="unknown",
+            when=lambda draft: draft.dialect == "torchspec",
+            text="no loader of TorchSpec's training names was found: `blockdraft convert` to z-lab first",
+            source="vllm qwen3_dflash.py; TorchSpec's exports for serving rename them",
+        ),
+        Rule(
             name="block",
             level="note",
             when=lambda draft: draft.family == "dspark",
