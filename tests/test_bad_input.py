@@ -369,10 +369,10 @@ def test_a_target_that_cannot_be_loaded_even_without_a_draft(tiny_pair: TinyPair
     assert "target" in said(error, lambda: load(None, target, speculation="off"))
 
 
-def test_a_recurrent_target_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_recurrent_target_out_of_reach_is_refused_by_name(tmp_path: Path) -> None:
     raw = {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
+        "architectures": ["RwkvForCausalLM"],
+        "model_type": "rwkv",
         "vocab_size": 64,
         "hidden_size": 32,
         "num_hidden_layers": 4,
@@ -380,7 +380,7 @@ def test_a_recurrent_target_is_refused_by_name(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     message = said(PairError, lambda: load(None, tmp_path, speculation="off"))
-    assert "qwen3_next" in message and "recurrent" in message
+    assert "rwkv" in message and "recurrent" in message
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blockdraft.config import PROVEN_RECURRENT_MODEL_TYPES
 from blockdraft.errors import PairError
-from blockdraft.targets import HFTarget
+from blockdraft.targets import HFTarget, load_target
 from blockdraft.targets.hf_cache import RowCache
 from blockdraft.targets.recurrent import Undo
 from blockdraft.targets.selftest import Findings, examine
@@ -201,6 +201,17 @@ def test_two_targets_on_one_model_keep_apart() -> None:
         assert relative(scored.logits_TV, fresh(target, torch.cat([random_ids(9)[:4], random_ids(3, 2)]))[-3:]) <= LIMIT
         target.close()
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "nemotron_h", "lfm2", "deepseek_v32"])
+def test_loaded_and_packed_it_computes_the_same(family: str, tmp_path: Path) -> None:
+    model = tiny_hybrid(family, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    plain, packed = HFTarget(model, (1, 3)), load_target(tmp_path, tap_layer_ids=(1, 3))
+    assert isinstance(packed, HFTarget) and packed.facts == plain.facts
+    assert relative(fresh(packed, random_ids(40)), fresh(plain, random_ids(40))) <= LIMIT
+    assert rounds(packed, 8) <= LIMIT
+    plain.close()
 
 
 # ---- the self-test ---------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ def use_grouped_attention_(model: Any) -> bool:
     """Whether the model uses this backend from now on: a model with attention of its own keeps it."""
     config = model.config.get_text_config(decoder=True)
     is_stock = config._attn_implementation == "sdpa" == model.config._attn_implementation
+    # Sparse families give their choice of positions as a mask to the backends that they know by name only.
+    is_stock = is_stock and "indexed_attention" not in (getattr(config, "layer_types", None) or ())
     if not is_stock or not getattr(model, "_supports_attention_backend", False):
         return False
     AttentionInterface.register(_NAME, _grouped_attention)
