@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -187,3 +189,21 @@ def test_too_few_prompts_for_evaluation_are_missed(judged: Path, tmp_path: Path)
     path.unlink()
     with pytest.raises(CheckpointError, match="keeps 0 prompts"):
         run(judged, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("most", "name"), [(30_000, "draft"), (60_000, "training.png")])
+def test_a_disk_that_is_full_at_the_end_is_one_line(place: Path, tmp_path: Path, most: int, name: str) -> None:
+    if name == "training.png":
+        pytest.importorskip("matplotlib", reason="the extra `train` brings it")
+    run(place, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "times.json"}
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, allowed[1]))  # the system's own refusal to write a byte more
+    try:
+        with pytest.raises(CheckpointError, match=rf"/{re.escape(name)} (could not|cannot) be written .*too large"):
+            run(place, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+    found = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "times.json"}
+    assert found.keys() == before.keys()
+    assert all(content == before[path] for path, content in found.items() if path.name not in ("run.json", "README.md"))

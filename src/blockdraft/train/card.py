@@ -14,6 +14,7 @@ from typing import Any
 
 from blockdraft.errors import CheckpointError
 from blockdraft.train.export import RUN_FILE
+from blockdraft.train.files import write_text_atomically
 
 __all__ = ["CARD_FILE", "render_card", "write_card"]
 
@@ -42,9 +43,7 @@ def write_card(draft: Path, results: Sequence[Path | Mapping[str, Any]] = ()) ->
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"a result lacks what a card shows ({error}); measure again with this version") from None
     target = draft / CARD_FILE
-    temporary = draft / f".{CARD_FILE}.tmp"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(target)
+    write_text_atomically(target, text)
     return target
 
 

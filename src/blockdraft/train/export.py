@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from blockdraft.config import DraftConfig, TargetFacts
 from blockdraft.draft import DraftModel
@@ -87,7 +88,7 @@ def export_draft(
         if folder.exists():
             os.rename(folder, temporary / "old")
         os.rename(fresh, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} could not be written ({error}); nothing was changed") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -80,8 +80,12 @@ def draw_figure(folder: Path, *, say: Callable[[str], None]) -> Path | None:
             axes.legend(frameon=False, fontsize="small")
     path = folder / FIGURE_FILE
     temporary = path.with_name(f".{FIGURE_FILE}.tmp")
-    figure.savefig(temporary, dpi=120, format="png")
-    temporary.replace(path)
+    try:
+        figure.savefig(temporary, dpi=120, format="png")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"{path} cannot be written ({error}); free some space, then run again") from None
     return path
 
 
