@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import resource
@@ -17,6 +18,7 @@ from blockdraft.targets import HFTarget, load_target
 from blockdraft.train.borrowed import check_target_wrote, frozen_head
 from blockdraft.train.command import run_training
 from blockdraft.train.corpus import Corpus
+from blockdraft.train.loop import Trainer
 from blockdraft.train.state import read_lines
 from engine_kit import bigram_model, tiny_model
 from tiny_pair import run_cli
@@ -124,12 +126,16 @@ def test_bad_names_are_refused_before_anything_is_written(place: Path, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_passes_every_option_on(place: Path, tmp_path: Path) -> None:
+def test_the_command_passes_every_option_on(place: Path, tmp_path: Path, monkeypatch) -> None:
     words = ["train", place / "recipe.toml", "--target", place / "target", "--corpus", place / "corpus"]
     ran = run_cli(*words, "--out", tmp_path / "out", "--no-gates", "--tracker", "wendb")
     assert (ran.code, ran.out) == (2, "") and "tracker 'wendb' is not known" in ran.err
+    seen: list[bool] = []
+    step = Trainer.train_step
+    monkeypatch.setattr(Trainer, "train_step", lambda self: seen.append(gc.isenabled()) or step(self))
     ran = run_cli(*words, "--out", tmp_path / "out", "--no-gates", "--stop-after", "2")
     assert (ran.code, ran.out) == (0, "step 2 of 25\n")
+    assert seen == [True, True], "garbage is collected while a run goes on"
 
 
 # ---- what a kill or a full disk leaves -------------------------------------------------------------------------------

@@ -313,6 +313,7 @@ def test_writing_goes_on_from_any_moment(talker, tmp_path, groups_of_three) -> N
         assert prepare_corpus(recipe, talker, folder) == dataclasses.replace(whole)
         assert all(path.stat().st_mtime_ns == when for path, when in finished.items())
         assert same_text(folder, tmp_path / "whole")
+        assert not list(folder.glob("*.tmp")) or (folder / "shard-00001.json") in finished
 
 
 def test_a_shard_that_was_deleted_is_missed_and_written_again(talker, tmp_path, groups_of_three) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -55,6 +56,7 @@ def train(
     from blockdraft.train.parallel import OtherProcessFailed
 
     assert out is not None
+    gc.enable()
     try:
         done = run_training(
             resolved,
@@ -90,6 +92,7 @@ def corpus(
     set_threads(threads)
     from blockdraft.train.prepare import run_corpus
 
+    gc.enable()
     manifest = run_corpus(resolved.recipe, target, out, on_progress=note)
     print(
         f"{manifest.success} of {manifest.given} prompts answered with {manifest.written_tokens} tokens in {out}; "

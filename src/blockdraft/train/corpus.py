@@ -306,6 +306,8 @@ def write_shard(path: Path, sequences: Sequence[TextSequence], *, facts: CorpusF
             raise CheckpointError(f"{path}: a tap is not a finite {facts.features_dtype} number; {advice}")
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
+        for left in path.parent.glob(f"{path.stem}.*.tmp"):  # of a process that was killed: a shard has one writer
+            left.unlink(missing_ok=True)
         temporary.touch()
         rights = temporary.stat().st_mode  # those that files have here: safetensors would let nobody else read it
         save_file(tensors, str(temporary))

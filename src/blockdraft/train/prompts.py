@@ -28,7 +28,7 @@ _NO_DATASETS = "data sets of the hub need an extra: pip install 'blockdraft[trai
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One prompt: messages of which the last one is a user's. `suffix` is what a source put after every text."""
+    """One prompt: messages of which the last one is a user's. `suffix` is what its source put after that one."""
 
     messages: tuple[Message, ...]
     source: str

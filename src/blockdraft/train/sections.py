@@ -56,8 +56,8 @@ class TargetRecipe:
 class HubRecipe:
     """One data set of the Hugging Face hub as a source of prompts.
 
-    `config` "" is the data set's only one. `field` holds a list of messages or a text. `suffix` is put after every
-    text. `limit` 0 takes all of it.
+    `config` "" is the data set's only one. `field` holds a list of messages or a text. `suffix` is put after the
+    last user message. `limit` 0 takes all of it.
     """
 
     dataset: str
