@@ -180,7 +180,9 @@ class FromScratch(FromScratchLatent):
     def spark_law(self, rows: Tensor, before: list[int], temperature: float) -> Tensor:
         """Law of the row after the tokens `before` (anchor first), the mask never proposed."""
         index = len(before) - 1
-        scores = self.head(rows)[index] + self.biases(rows[: index + 1], before)[index]
+        scores = self.head(rows)[index]
+        if self.config.markov is not None:
+            scores = scores + self.biases(rows[: index + 1], before)[index]
         scores[self.config.mask_token_id] = -math.inf
         return (scores / temperature).softmax(0)
 

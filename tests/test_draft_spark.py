@@ -82,6 +82,8 @@ CONFIGS = {
     **{kind: spark_config(kind) for kind in KINDS},
     "rnn, capped": spark_config("rnn", output_multiplier=0.7, final_logit_softcapping=2.0),
     "not from the anchor": spark_config("gated", predicts_from_anchor=False),
+    "no Markov head": spark_config(None),
+    "no Markov head, capped": spark_config(None, confidence=None, output_multiplier=0.7, final_logit_softcapping=2.0),
     "causal": spark_config("vanilla", layers=(SLIDING, CAUSAL)),
     "dspine": spine_config(),
     "dspine, sliding": spine_config(layers=(SLIDING, CAUSAL)),

@@ -74,7 +74,7 @@ def test_rows_of_a_batch_are_the_texts_of_each_alone(model: Any, config: DraftCo
     assert [list(done.token_ids) for done in engine.run(requests)] == [plain_ids(model, ids, 9) for ids in prompts]
 
 
-@pytest.mark.parametrize(("name", "least"), [("rnn", 0.4), ("gated", 0.0), ("dspine", 0.0)])
+@pytest.mark.parametrize(("name", "least"), [("rnn", 0.4), ("gated", 0.0), ("no heads", 0.0), ("dspine", 0.0)])
 def test_sampled_rows_of_a_batch_are_those_of_each_seed_alone(model: Any, name: str, least: float) -> None:
     """Other temperatures, widths and lengths beside it change nothing: neither tokens nor what was proposed."""
     config = DRAFTS[name]
@@ -143,9 +143,10 @@ SMALL: dict[str, Any] = {"vocab_size": 8, "mask_token_id": 0}
         (spark_config("vanilla", **SMALL), 0.0),
         (spark_config("rnn", **SMALL), 0.2),
         (spark_config("gated", **SMALL), 0.4),
+        (spark_config(None, confidence=None, **SMALL), 0.0),
         (spine_config(**SMALL), 0.0),
     ],
-    ids=["vanilla", "rnn, cut", "gated, cut", "dspine"],
+    ids=["vanilla", "rnn, cut", "gated, cut", "no Markov head", "dspine"],
 )
 def test_the_law_of_sampled_text_is_the_targets(config: DraftConfig, least: float) -> None:
     model = table_model()
@@ -260,9 +261,11 @@ def target_table() -> Tensor:
         (spark_config("vanilla", **TINY), False),
         (spark_config("rnn", **TINY), True),
         (spark_config("gated", **TINY, confidence=ConfidenceConfig(reads_token=False)), True),
+        (spark_config(None, **TINY, confidence=None), False),
+        (spark_config(None, **TINY), True),
         (spine_config(**{**TINY, "block_size": 3}, injection=NARROW), False),
     ],
-    ids=["vanilla", "rnn, cut", "gated, cut", "dspine"],
+    ids=["vanilla", "rnn, cut", "gated, cut", "no Markov head", "no Markov head, cut", "dspine"],
 )
 def test_one_step_keeps_the_law_exactly(monkeypatch: pytest.MonkeyPatch, config: DraftConfig, cuts: bool) -> None:
     enumerated = Enumerated(config, monkeypatch)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from blockdraft.config import ConfidenceConfig, MarkovConfig
 from blockdraft.draft.heads import Table
 
-__all__ = ["ConfidenceHead", "MarkovHead", "at_temperature", "chain", "draw", "uniform"]
+__all__ = ["ConfidenceHead", "MarkovHead", "at_temperature", "chain", "draw", "each_alone", "uniform"]
 
 
 class MarkovHead(nn.Module):
@@ -113,3 +113,10 @@ def chain(
             previous = draw(laws[-1], numbers_G[row])
         ids.append(previous)
     return torch.stack(ids), torch.stack(laws) if laws else None
+
+
+def each_alone(logits_GV: Tensor, temperature: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """(ids_G, q_GV) of DSpark without a Markov head: each row drawn from softmax(logits / temperature) of its own."""
+    q_GV = at_temperature(logits_GV, temperature).softmax(dim=-1)
+    numbers_G = uniform(len(q_GV), generator, logits_GV.device)
+    return torch.stack([draw(q_V, number) for q_V, number in zip(q_GV, numbers_G, strict=True)]), q_GV

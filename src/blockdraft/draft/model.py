@@ -36,7 +36,7 @@ from blockdraft.draft.heads import (
 )
 from blockdraft.draft.injection import AdjacentInjection, rescored_walk
 from blockdraft.draft.layer import Layer
-from blockdraft.draft.markov import ConfidenceHead, MarkovHead, chain
+from blockdraft.draft.markov import ConfidenceHead, MarkovHead, chain, each_alone
 from blockdraft.draft.norm import RMSNorm
 from blockdraft.draft.rope import Rotary, Rotation
 from blockdraft.errors import CheckpointError
@@ -350,9 +350,8 @@ class DraftModel(nn.Module):
 
         ``hidden_LD`` is the whole block, anchor row included, as ``forward`` gave it; ``logits_GV`` is the bare head
         on the rows that predict (multiplier and soft cap are applied here; both keep the order of ids). Temperature
-        0, and a model without selector, Markov head and injection at any temperature, gives fixed proposals with a
-        one-hot law; otherwise each is drawn from softmax(score / temperature), over its candidates or, with a Markov
-        head, over all ids. ``exclude_ids`` are never proposed (the mask id, say): any q is lossless, so nothing is
+        0, and DFlash at any temperature, gives fixed proposals with a one-hot law; otherwise each is drawn from
+        softmax(score / temperature), over its candidates or, in DSpark, over all ids. ``exclude_ids`` are never proposed (the mask id, say): any q is lossless, so nothing is
         lost. Proposals end before the first row whose confidence is below ``min_confidence``. A draft with injection
         needs ``candidate_logits``.
         """
@@ -361,13 +360,8 @@ class DraftModel(nn.Module):
         if len(hidden_GD) == 0:
             return Proposal(ids_G=torch.empty(0, dtype=torch.long, device=hidden_LD.device), q=None)
         logits_GV = logits_GV if logits_GV.dtype == torch.float64 else logits_GV.float()
-        if self.markov_head is not None:
-            logits_GV = self.scale_logits(logits_GV)
-            if exclude_ids:
-                logits_GV = logits_GV.clone()
-                logits_GV[:, list(exclude_ids)] = -torch.inf
-            ids_G, probs_GV = chain(self.markov_head, logits_GV, hidden_GD, anchor_id, temperature, generator)
-            proposal = Proposal(ids_G, None if probs_GV is None else FullLaw(probs_GV))
+        if self.markov_head is not None or (self.config.family == "dspark" and temperature != 0.0):
+            proposal = self._spark(hidden_GD, anchor_id, logits_GV, temperature, generator, exclude_ids)
         elif self.candidate_selector is not None:
             proposal = self._selected(hidden_GD, anchor_id, logits_GV, temperature, generator, exclude_ids)
         elif self.injection is not None:
@@ -381,6 +375,26 @@ class DraftModel(nn.Module):
         if min_confidence == 0.0 or self.confidence_head is None:
             return proposal
         return proposal.first(self._num_confident(hidden_GD, anchor_id, proposal.ids_G, min_confidence))
+
+    def _spark(
+        self,
+        hidden_GD: Tensor,
+        anchor_id: int,
+        logits_GV: Tensor,
+        temperature: float,
+        generator: torch.Generator | None,
+        exclude_ids: Sequence[int],
+    ) -> Proposal:
+        """Laws over all ids: along the block with a Markov head, otherwise of each row alone."""
+        logits_GV = self.scale_logits(logits_GV)
+        if exclude_ids:
+            logits_GV = logits_GV.clone()
+            logits_GV[:, list(exclude_ids)] = -torch.inf
+        if self.markov_head is None:
+            ids_G, q_GV = each_alone(logits_GV, temperature, generator)
+            return Proposal(ids_G, FullLaw(q_GV))
+        ids_G, probs_GV = chain(self.markov_head, logits_GV, hidden_GD, anchor_id, temperature, generator)
+        return Proposal(ids_G, None if probs_GV is None else FullLaw(probs_GV))
 
     @property
     def _num_candidates(self) -> int:
