@@ -210,7 +210,7 @@ class _Run:
 
     def _initial_tensors(self) -> dict[str, torch.Tensor] | None:
         draft = self.recipe.draft
-        if not draft.initial_draft:
+        if not draft.initial_draft or (self.out / STATE_FILE).is_file():
             return None
         is_builtin = draft.initial_draft == BUILTIN_TARGET  # the pair has one name
         folder = builtin_draft() if is_builtin else locate(draft.initial_draft, what="draft")
