@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from blockdraft.draft import DraftModel
 from blockdraft.engine import Engine
 from blockdraft.errors import BlockdraftError, CheckpointError, ConfigError
 from blockdraft.formats import zlab
+from blockdraft.formats.convert import convert
 from blockdraft.inspection import inspect_checkpoint
 from drafts import edited, random_tensors
 from engine_kit import hf_target, plain_ids, run_one, tiny_model
 from spark_kit import KINDS, spark_config, spine_config
+from tiny_pair import run_cli
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen3",
@@ -323,6 +326,7 @@ def test_bad_config(tmp_path: Path, raw: dict[str, Any], message: str) -> None:
         ("dspine", {"transfer_codes": None}, "they may stand in a file of their own"),
         ("dspine", {"transfer_codes": torch.zeros(32, 7)}, "transfer_codes holds only zeros"),
         ("dspine", {"transfer_ready": torch.zeros(3)}, "1 left over (transfer_ready)"),
+        ("dspine", {"transfer_ready": torch.tensor(False)}, "transfer_ready is false and transfer_codes is not zero"),
         ("dspine", {"injection.readouts.2.weight": torch.zeros(7, 24)}, "1 left over (injection.readouts.2.weight)"),
         ("dspine", {"injection.bias": torch.full((5,), math.nan)}, "1 tensors hold NaN or infinity: injection.bias"),
     ],
@@ -337,6 +341,55 @@ def test_bad_tensors(tmp_path: Path, name: str, change: dict[str, torch.Tensor |
         formats.read(tmp_path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def without_block(folder: Path, name: str = "latent") -> Path:
+    """A checkpoint of Kimi's class that leaves its block to the server."""
+    config = SMALL[name]
+    formats.write(folder, formats.Checkpoint(config, random_tensors(config)), dialect="k3-dspark")
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["block_size"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def test_a_block_that_the_file_leaves_to_the_server_is_given(tmp_path: Path) -> None:
+    folder, config = without_block(tmp_path / "draft"), SMALL["latent"]
+    for open_ in (formats.read, formats.read_config, inspect_checkpoint):
+        with pytest.raises(ConfigError, match=r"block_size is missing.*--block-size"):
+            open_(folder)
+    assert formats.read(folder, block_size=4).config == config == formats.read_config(folder, block_size=4)
+    assert formats.read(folder, block_size=6).config == replace(config, block_size=6)
+    assert inspect_checkpoint(folder, block_size=6)["shape"]["block_size"] == 6
+    convert(folder, tmp_path / "written", "z-lab", block_size=4)
+    assert formats.read(tmp_path / "written").config == config
+    for wrong, message in ((0, "block_size is 0"), (True, "block_size is True"), (257, "must not exceed")):
+        with pytest.raises(ConfigError, match=message):
+            formats.read(folder, block_size=wrong)
+
+
+@pytest.mark.parametrize("dialect", ["z-lab", "deepspec", "speculators"])
+def test_a_block_that_the_file_states_is_not_overruled(tmp_path: Path, dialect: str) -> None:
+    config = SMALL["vanilla"] if dialect != "speculators" else replace(SMALL["vanilla"], target_layer_ids=(0, 1))
+    formats.write(tmp_path / "draft", formats.Checkpoint(config, random_tensors(config)), dialect=dialect)
+    assert formats.read(tmp_path / "draft", block_size=4).config == config
+    for open_ in (formats.read, formats.read_config, inspect_checkpoint):
+        with pytest.raises(ConfigError, match="block_size is 4 in the file and given as 5"):
+            open_(tmp_path / "draft", block_size=5)
+
+
+def test_the_option_of_the_command_line(tmp_path: Path) -> None:
+    folder = without_block(tmp_path / "draft")
+    assert "give the number of rows" in run_cli("inspect", folder).refusal
+    report = json.loads(run_cli("inspect", folder, "--block-size", "5", "--json").out)
+    assert report["shape"]["block_size"] == 5
+    ran = run_cli("convert", folder, tmp_path / "other", "--to", "z-lab", "--block-size", "5")
+    assert ran.code == 0 and formats.read_config(tmp_path / "other").block_size == 5
+    refusal = run_cli(
+        "convert", tmp_path / "other", tmp_path / "more", "--to", "k3-dspark", "--block-size", "4"
+    ).refusal
+    assert refusal.startswith("block_size is 5 in the file and given as 4")
+    assert not (tmp_path / "more").exists()
 
 
 def test_a_flag_that_says_the_codes_are_there_is_not_a_tensor_of_the_model(tmp_path: Path) -> None:

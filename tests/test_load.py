@@ -12,7 +12,7 @@ from blockdraft import Engine, PairError, Request, load
 from blockdraft.errors import BlockdraftError
 from blockdraft.formats.convert import convert
 from engine_kit import draft_config
-from tiny_pair import BLOCK_SIZE, MASK_ID, TinyPair, changed_copy, write_draft
+from tiny_pair import BLOCK_SIZE, MASK_ID, TinyPair, changed_copy, run_cli, write_draft
 
 load_module = import_module("blockdraft.engine.load")
 REQUEST = Request(prompt_ids=[20, 30, 40], max_new_tokens=16)
@@ -131,6 +131,23 @@ def test_without_names_the_built_in_pair_is_meant(
 def test_the_built_in_draft_stands_in_the_package() -> None:
     folder = load_module.builtin_draft()
     assert folder.parts[-3:] == ("blockdraft", "data", "smollm2-135m")
+
+
+def test_the_block_of_a_draft_that_does_not_state_it(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    silent = changed_copy(tiny_pair.draft, tmp_path / "draft", block_size=None, nest_block_size=None)
+    with pytest.raises(BlockdraftError, match="block_size is missing"):
+        load(silent, tiny_pair.target)
+    engine = load(silent, tiny_pair.target, block_size=4)
+    [completion] = engine.run([REQUEST])
+    assert completion.speculation.width == 4 and completion.token_ids == plain(engine)
+    with pytest.raises(BlockdraftError, match=f"block_size is {BLOCK_SIZE} in the file and given as 4"):
+        load(tiny_pair.draft, tiny_pair.target, block_size=4)
+    with pytest.raises(BlockdraftError, match="block_size is 4 and speculation is off"):
+        load(target=tiny_pair.target, speculation="off", block_size=4)
+    words = ("generate", silent, "--target", tiny_pair.target, "hello", "--max-new-tokens", "4", "--json")
+    [shown] = run_cli(*words, "--block-size", "3").json_lines
+    assert shown["speculation"]["width"] == 3
+    assert "block_size is missing" in run_cli(*words).refusal
 
 
 def test_loading_is_silent(tiny_pair: TinyPair, capfd: pytest.CaptureFixture[str]) -> None:

@@ -103,6 +103,9 @@ def corpus(
 def inspect(
     draft: Annotated[str, typer.Argument(metavar="DRAFT", help="Folder, config.json or hub id of a draft.")],
     target: Annotated[str | None, typer.Option(help="Target: folder, config.json or hub id.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Rows of the draft's block, for a draft whose files do not say.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
     allow_mask_is_eos: Annotated[
         bool, typer.Option("--allow-mask-is-eos", help="Accept a draft whose mask id also ends or pads a text.")
@@ -114,7 +117,9 @@ def inspect(
 
     found = locate(draft, what="draft", config_only=True)
     pair = None if target is None else locate(target, what="target", config_only=True)
-    report = inspect_checkpoint(found, pair, allow_mask_is_eos=allow_mask_is_eos, name=draft, target_name=target)
+    report = inspect_checkpoint(
+        found, pair, allow_mask_is_eos=allow_mask_is_eos, block_size=block_size, name=draft, target_name=target
+    )
     if as_json:
         print(json.dumps(report, indent=1))
         return

@@ -25,6 +25,9 @@ def convert(
     dtype: Annotated[
         str | None, typer.Option(help="Stored type of every tensor. Without it, each keeps its own.")
     ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Rows of the draft's block, for a draft whose files do not say.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier checkpoint in DST.")] = False,
     allow_mask_is_eos: Annotated[
         bool, typer.Option("--allow-mask-is-eos", help="Accept a draft whose mask id also ends or pads a text.")
@@ -50,6 +53,7 @@ def convert(
         allow_mask_is_eos=allow_mask_is_eos,
         target=facts,
         target_file=place,
+        block_size=block_size,
     )
     what = f"{done.num_tensors} tensors ({', '.join(done.dtypes)}), {done.source_dialect} -> {done.dialect}"
     print(f"{destination}: {what}, read back and equal")

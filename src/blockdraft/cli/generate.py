@@ -42,6 +42,9 @@ def generate(
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Plain first, then with the draft; same text?")] = False,
     width: Annotated[int | None, typer.Option(help="Block width (anchor + proposals), 2 to the trained one.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Rows of the draft's block, for a draft whose files do not say.")
+    ] = None,
     min_confidence: Annotated[
         float, typer.Option(help="End a block where the draft expects less acceptance (confidence head); 0 never.")
     ] = 0.0,
@@ -107,7 +110,7 @@ def generate(
     }
     Request(prompt_ids=(0,), **settings)  # what is wrong with the options is said before anything is loaded
     asked = _read_prompts(prompt, prompts, system, raw)
-    engine = _engine(draft, target, dtype, device, threads, no_draft, trust_remote_code, allow_mask_is_eos)
+    engine = _engine(draft, target, dtype, device, threads, no_draft, trust_remote_code, allow_mask_is_eos, block_size)
     requests = [_request(engine, item, settings, may_shorten=max_new_tokens is None) for item in asked]
     for request in requests:
         engine.check(request)
@@ -226,6 +229,7 @@ def _engine(
     no_draft: bool,
     trust_remote_code: bool,
     allow_mask_is_eos: bool,
+    block_size: int | None,
 ) -> Engine:
     set_threads(threads)
     from blockdraft.engine import load
@@ -240,6 +244,7 @@ def _engine(
             speculation="off" if no_draft else "required",
             trust_remote_code=trust_remote_code,
             allow_mask_is_eos=allow_mask_is_eos,
+            block_size=block_size,
             progress=fetching,
         )
     finally:

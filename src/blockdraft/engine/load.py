@@ -48,6 +48,7 @@ def load(
     max_rows: int = 16,
     trust_remote_code: bool = False,
     allow_mask_is_eos: bool = False,
+    block_size: int | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Engine:
     """An engine for a pair; without names, for the built-in one.
@@ -55,12 +56,14 @@ def load(
     `speculation`: "required" makes a draft that does not fit, or is not there, an error; "optional" goes on without
     it and says so in every completion; "off" loads no draft. `dtype` holds for both halves. `progress` is called with
     what a first-time fetch is doing and the share of it that is done. `allow_mask_is_eos` consents to a draft whose
-    mask id also ends or pads a text.
+    mask id also ends or pads a text. `block_size` is for a draft whose files state none.
     """
     if speculation not in ("required", "optional", "off"):
         raise RequestError(f'speculation is {speculation!r}; allowed are "required", "optional" and "off"')
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise RequestError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
+    if block_size is not None and speculation == "off":
+        raise RequestError(f"block_size is {block_size} and speculation is off; drop one of the two")
     place = _checked_device(device)
     if draft is not None and target is None:
         raise PairError(f"draft {draft} needs its target; name it with target (--target on the command line)")
@@ -70,7 +73,7 @@ def load(
     model, reason = None, "speculation is switched off"
     if speculation != "off":
         try:
-            model = _load_draft(draft, target_folder, place, dtype, target is None, allow_mask_is_eos)
+            model = _load_draft(draft, target_folder, place, dtype, target is None, allow_mask_is_eos, block_size)
         except BlockdraftError as error:
             if speculation == "required":
                 raise
@@ -101,6 +104,7 @@ def _load_draft(
     dtype: str,
     is_builtin: bool,
     allow_mask_is_eos: bool,
+    block_size: int | None,
 ) -> DraftModel:
     from blockdraft.inspection import read_target_facts
 
@@ -108,7 +112,7 @@ def _load_draft(
         raise PairError("no draft was named for this target")
     facts = read_target_facts(target_folder)
     folder = builtin_draft() if draft is None else locate(draft, what="draft")
-    checkpoint = read_checkpoint(folder, allow_mask_is_eos=allow_mask_is_eos, target=facts)
+    checkpoint = read_checkpoint(folder, allow_mask_is_eos=allow_mask_is_eos, target=facts, block_size=block_size)
     check_fit(checkpoint.config, facts, own=checkpoint.tensors, allow_mask_is_eos=allow_mask_is_eos)
     model = DraftModel.from_checkpoint(checkpoint, dtype=DTYPES[dtype], device=device)
     if device.type == "cpu" and dtype in ("float32", "bfloat16"):

@@ -64,21 +64,29 @@ def read(
     dtype: torch.dtype | None = None,
     allow_mask_is_eos: bool = False,
     target: TargetFacts | None = None,
+    block_size: int | None = None,
 ) -> Checkpoint:
     """The checkpoint of a folder in whatever dialect, every tensor accounted for and finite.
 
     `target` settles what some dialects leave open (the target's layers and vocabulary). `dtype` None: as stored.
+    `block_size` is for a file that states none; beside another one that it states it is an error.
     """
     path = Path(folder)
     layout = zlab.LAYOUT if path.is_file() and find_gguf(path) is None else find_dialect(path)
-    return layout.read(path, dtype=dtype, allow_mask_is_eos=allow_mask_is_eos, target=target)
+    return layout.read(path, dtype=dtype, allow_mask_is_eos=allow_mask_is_eos, target=target, block_size=block_size)
 
 
 def read_config(
-    source: Path | str, *, allow_mask_is_eos: bool = False, target: TargetFacts | None = None
+    source: Path | str,
+    *,
+    allow_mask_is_eos: bool = False,
+    target: TargetFacts | None = None,
+    block_size: int | None = None,
 ) -> DraftConfig:
     """The config of a checkpoint folder or of a bare config.json in whatever dialect."""
-    return find_dialect(source).read_config(source, allow_mask_is_eos=allow_mask_is_eos, target=target)
+    return find_dialect(source).read_config(
+        source, allow_mask_is_eos=allow_mask_is_eos, target=target, block_size=block_size
+    )
 
 
 def read_header(folder: Path | str, config: DraftConfig) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from blockdraft.config import DraftConfig, TargetFacts
+from blockdraft.config import DraftConfig, TargetFacts, require_int
 from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats._safetensors import WEIGHTS, Entry, list_entries, read_json
 from blockdraft.formats._zlab_tensors import (
@@ -32,7 +32,15 @@ from blockdraft.formats._zlab_tensors import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MASK_EMBEDDING_FILE", "Checkpoint", "Layout", "check_values", "has_mask_embedding_file", "read_raw_config"]
+__all__ = [
+    "MASK_EMBEDDING_FILE",
+    "Checkpoint",
+    "Layout",
+    "check_block_size",
+    "check_values",
+    "has_mask_embedding_file",
+    "read_raw_config",
+]
 
 CONFIG = "config.json"
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
@@ -92,10 +100,17 @@ class Layout:
         return read_raw_config(source)
 
     def read_config(
-        self, source: Path | str, *, allow_mask_is_eos: bool = False, target: TargetFacts | None = None
+        self,
+        source: Path | str,
+        *,
+        allow_mask_is_eos: bool = False,
+        target: TargetFacts | None = None,
+        block_size: int | None = None,
     ) -> DraftConfig:
-        """The config of a checkpoint folder or of a bare config.json."""
+        """The config of a checkpoint folder or of a bare config.json. `block_size`: of a file that states none."""
         raw, folder = read_raw_config(source)
+        if block_size is not None and isinstance(raw, Mapping):
+            raw = _with_block_size(raw, require_int("block_size", block_size))
         fc_shape = None
         if folder is not None and isinstance(raw, Mapping):
             fc_shape = self._fc_shape(folder, raw)
@@ -156,15 +171,22 @@ class Layout:
         dtype: torch.dtype | None = None,
         allow_mask_is_eos: bool = False,
         target: TargetFacts | None = None,
+        block_size: int | None = None,
     ) -> Checkpoint:
-        """The checkpoint of a folder, every tensor accounted for and finite. `dtype` None: as stored."""
+        """The checkpoint of a folder, every tensor accounted for and finite. `dtype` None: as stored.
+
+        `block_size`: of a file that states none.
+        """
         folder = Path(folder)
         if folder.is_file():
             raise CheckpointError(f"{folder} is a file: give the folder that holds config.json and {WEIGHTS}")
-        config = self.read_config(folder, allow_mask_is_eos=allow_mask_is_eos, target=target)
-        entries = split_fused(config, self._entries(folder))
+        config = self.read_config(folder, allow_mask_is_eos=allow_mask_is_eos, target=target, block_size=block_size)
+        given = self._entries(folder)
+        entries = split_fused(config, given)
         self.check(config, {name: (entry.dtype, entry.shape) for name, entry in entries.items()}, folder)
         tensors = _load(entries)
+        if TRANSFER_READY in given and TRANSFER_CODES in tensors:
+            _check_ready(_load({TRANSFER_READY: given[TRANSFER_READY]})[TRANSFER_READY], tensors[TRANSFER_CODES])
         if has_mask_embedding_file(folder):
             tensors[MASK_EMBEDDING] = _read_mask_embedding(folder / MASK_EMBEDDING_FILE, config)
         check_values(tensors)
@@ -250,6 +272,25 @@ def read_raw_config(source: Path | str) -> tuple[Any, Path | None]:
         raise ConfigError(f"{file} is not a JSON file: {error}") from error
 
 
+def _with_block_size(raw: Mapping[str, Any], block_size: int) -> Mapping[str, Any]:
+    """The config with a block size that it lacks. Raises ConfigError if it states another."""
+    nest = raw.get("dflash_config")
+    for place in (raw, nest if isinstance(nest, Mapping) else {}):
+        if place.get("block_size") is not None:
+            check_block_size(place["block_size"], block_size)
+            return raw
+    return {**raw, "block_size": block_size}
+
+
+def check_block_size(stated: object, given: int) -> None:
+    """Raise ConfigError if a file states another block size than the one that is given for it."""
+    if stated != given:
+        raise ConfigError(
+            f"block_size is {stated!r} in the file and given as {given}: leave the option out, it is for a file that "
+            "states none (a request takes a narrower block by its width)"
+        )
+
+
 def has_mask_embedding_file(folder: Path) -> bool:
     """Whether a learned mask embedding lies beside the weights."""
     return os.path.lexists(folder / MASK_EMBEDDING_FILE)  # a link that leads nowhere is damage, not absence
@@ -284,6 +325,14 @@ def check_values(tensors: Mapping[str, torch.Tensor]) -> None:
         raise CheckpointError(f"{len(bad)} tensors hold NaN or infinity: {some(bad)}; the checkpoint is damaged")
     if TRANSFER_CODES in tensors and not bool(tensors[TRANSFER_CODES].any()):
         raise CheckpointError(f"{TRANSFER_CODES} holds only zeros: its codes were never made from the target's head")
+
+
+def _check_ready(is_ready: torch.Tensor, codes: torch.Tensor) -> None:
+    if not bool(is_ready) and bool(codes.any()):
+        raise CheckpointError(
+            f"{TRANSFER_READY} is false and {TRANSFER_CODES} is not zero: the file says that its codes were never made "
+            "from the target's head; make them, or set the flag if they were"
+        )
 
 
 def _read_mask_embedding(file: Path, config: DraftConfig) -> torch.Tensor:

@@ -51,12 +51,13 @@ def convert(
     allow_mask_is_eos: bool = False,
     target: TargetFacts | None = None,
     target_file: Path | None = None,
+    block_size: int | None = None,
 ) -> Conversion:
     """Write `source` to `destination` in another dialect. `dtype` None keeps every tensor as it is.
 
     Raises ConfigError or CheckpointError for what the dialect cannot express; then nothing is written. `target`
     settles what the source does not state (the target's layers and vocabulary). `target_file` is the target's GGUF,
-    whose tokenizer goes into a draft of the dialect gguf.
+    whose tokenizer goes into a draft of the dialect gguf. `block_size` is for a source that states none.
     """
     if dialect not in DIALECTS and dialect not in FILE_DIALECTS:
         raise ConfigError(f"--to is {dialect!r}: there are {', '.join([*DIALECTS, *FILE_DIALECTS])}")
@@ -64,7 +65,7 @@ def convert(
         raise CheckpointError(f"{destination} is the source itself: choose another folder")
     found = find_dialect(source)
     wanted = DIALECTS[dialect] if dialect in DIALECTS else FILE_DIALECTS[dialect].of_target(target_file)
-    checkpoint = found.read(source, allow_mask_is_eos=allow_mask_is_eos, target=target)
+    checkpoint = found.read(source, allow_mask_is_eos=allow_mask_is_eos, target=target, block_size=block_size)
 
     def verify(folder: Path) -> None:
         _compare(checkpoint, wanted.read(folder, allow_mask_is_eos=allow_mask_is_eos), dtype)

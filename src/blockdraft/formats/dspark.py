@@ -76,8 +76,8 @@ def _kimi_from_dict(
     flat["num_target_layers"] = depth
     if raw.get("block_size") is None:
         raise ConfigError(
-            "block_size is missing: engines take it from their command line for this class; write the number of rows "
-            "that the draft was trained with into config.json"
+            "block_size is missing: engines take it from their command line for this class; give the number of rows "
+            "that the draft was trained with (--block-size), or write it into config.json"
         )
     return resolve(flat, allow_mask_is_eos=allow_mask_is_eos, fc_shape=fc_shape)
 

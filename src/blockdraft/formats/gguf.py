@@ -32,7 +32,7 @@ from blockdraft.formats._gguf_config import (
     rope_stretches,
 )
 from blockdraft.formats._keys import requires
-from blockdraft.formats._layout import Checkpoint, Layout, check_values
+from blockdraft.formats._layout import Checkpoint, Layout, check_block_size, check_values
 
 if TYPE_CHECKING:
     import torch
@@ -146,19 +146,29 @@ class GgufLayout(Layout):
         return files.scalars(_open(source)), files.find_gguf(source)
 
     def read_config(
-        self, source: Path | str, *, allow_mask_is_eos: bool = False, target: TargetFacts | None = None
+        self,
+        source: Path | str,
+        *,
+        allow_mask_is_eos: bool = False,
+        target: TargetFacts | None = None,
+        block_size: int | None = None,
     ) -> DraftConfig:
-        """The config in a file, or in the only GGUF of a folder."""
-        return self._config(_open(source), allow_mask_is_eos, target)
+        """The config in a file, or in the only GGUF of a folder. Its block size is always stated."""
+        return self._config(_open(source), allow_mask_is_eos, target, block_size)
 
-    def _config(self, reader: Any, allow_mask_is_eos: bool, target: TargetFacts | None) -> DraftConfig:
+    def _config(
+        self, reader: Any, allow_mask_is_eos: bool, target: TargetFacts | None, block_size: int | None
+    ) -> DraftConfig:
         shapes = {entry.name: tuple(int(n) for n in reversed(entry.shape)) for entry in reader.tensors}
-        return self.config_from_dict(
+        config = self.config_from_dict(
             files.scalars(reader),
             allow_mask_is_eos=allow_mask_is_eos,
             fc_shape=shapes.get("fc.weight"),
             target=target,
         )
+        if block_size is not None:
+            check_block_size(config.block_size, block_size)
+        return config
 
     def read_header(
         self, folder: Path | str, config: DraftConfig | None = None
@@ -186,10 +196,11 @@ class GgufLayout(Layout):
         dtype: torch.dtype | None = None,
         allow_mask_is_eos: bool = False,
         target: TargetFacts | None = None,
+        block_size: int | None = None,
     ) -> Checkpoint:
         """The checkpoint of a file, every tensor accounted for and finite. `dtype` None: as it was before writing."""
         reader = _open(folder)
-        config = self._config(reader, allow_mask_is_eos, target)
+        config = self._config(reader, allow_mask_is_eos, target, block_size)
         entries = _entries(reader, config)
         self.check(config, _header(entries))
         tensors = {name: files.tensor_of(entry) for name, entry in entries.items()}

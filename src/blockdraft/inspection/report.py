@@ -26,17 +26,19 @@ def inspect_checkpoint(
     target_path: Path | str | None = None,
     *,
     allow_mask_is_eos: bool = False,
+    block_size: int | None = None,
     name: str | None = None,
     target_name: str | None = None,
 ) -> dict[str, Any]:
     """A JSON-able report on a draft (folder, bare config.json or GGUF file), and on its pair if a target is given.
 
     Raises ConfigError or CheckpointError where the draft itself is not sound; a pair that does not fit is a
-    result (`pair.fits` false), not an error. `name`, `target_name`: what they are called, if not by their paths.
+    result (`pair.fits` false), not an error. `block_size` is for a draft whose files state none. `name`, `target_name`:
+    what they are called, if not by their paths.
     """
     target = None if target_path is None else read_target_facts(target_path)
     layout = find_dialect(draft_path)
-    config = layout.read_config(draft_path, allow_mask_is_eos=allow_mask_is_eos, target=target)
+    config = layout.read_config(draft_path, allow_mask_is_eos=allow_mask_is_eos, target=target, block_size=block_size)
     raw, place = layout.read_raw(draft_path)
     weights = _weights(layout, config, place) if place is not None else None
     own = weights["own"] if weights is not None else []
