@@ -47,6 +47,7 @@ class DraftConfig:
     its own place, and the anchor's row predicts nothing. `markov` and `confidence` are heads of DSpark, `injection`
     is DSpine. `has_tap_norms`: every tap has a norm of its own before they are joined. `tap_stream`: which of the
     streams of a target with attention residuals (Kimi K3) the taps are; other targets have one, "prefix".
+    `draft_vocab_size`: a head of the draft's own has rows for so many of the target's ids only (DFlash); None: for all.
     """
 
     hidden_size: int
@@ -73,6 +74,7 @@ class DraftConfig:
     markov: MarkovConfig | None = None
     confidence: ConfidenceConfig | None = None
     injection: InjectionConfig | None = None
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -111,6 +113,7 @@ class DraftConfig:
             raise ConfigError(f"aux_hidden_stream is {self.tap_stream!r}: it must be 'prefix' or 'attn_res'")
         self._check_parts()
         self._check_heads()
+        self._check_vocabulary()
 
     def _check_parts(self) -> None:
         if (self.conv is None) != (self.selector is None):
@@ -146,6 +149,33 @@ class DraftConfig:
             raise ConfigError(
                 "confidence_head_with_markov is true and markov_rank is 0: there is no Markov head to read"
             )
+
+    def _check_vocabulary(self) -> None:
+        if self.draft_vocab_size is None:
+            return
+        require_int("draft_vocab_size", self.draft_vocab_size, least=2)
+        if self.draft_vocab_size >= self.vocab_size:
+            raise ConfigError(
+                f"draft_vocab_size is {self.draft_vocab_size}: a reduced vocabulary is below vocab_size, "
+                f"{self.vocab_size}, and a full one has no map"
+            )
+        for part, is_there in (
+            ("a candidate selector", self.selector is not None),
+            ("a Markov head", self.markov is not None),
+            ("a confidence head", self.confidence is not None),
+            ("adjacent injection", self.injection is not None),
+            ("rows that predict from the anchor", self.predicts_from_anchor),
+        ):
+            if is_there:
+                raise ConfigError(
+                    f"draft_vocab_size is {self.draft_vocab_size} of vocab_size {self.vocab_size} beside {part}: "
+                    "supported in DFlash alone, whose proposals are fixed"
+                )
+
+    @property
+    def num_head_rows(self) -> int:
+        """Rows of the output head: one for each id, or for each of a reduced vocabulary."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
     def num_proposals(self) -> int:

@@ -100,7 +100,10 @@ class DraftModel(nn.Module):
             self.injection = AdjacentInjection(width, config.num_layers, config.injection)
             self.transfer_codes = nn.Parameter(torch.empty(config.vocab_size, config.injection.transfer_rank))
         self.embed_tokens = Table(config.vocab_size, width) if has_embedding else None
-        self.lm_head = Table(config.vocab_size, width) if has_head else None
+        is_reduced = config.draft_vocab_size is not None
+        self.lm_head = Table(config.num_head_rows, width) if has_head or is_reduced else None
+        self.head_ids: Tensor | None
+        self.register_buffer("head_ids", torch.arange(config.num_head_rows) if is_reduced else None)
         self.mask_embedding = nn.Parameter(torch.empty(width)) if has_mask_embedding else None
         self._rotary = Rotary(config.rope, config.attention.rope_dim)
         self.reset_parameters()
@@ -153,7 +156,10 @@ class DraftModel(nn.Module):
             )
         expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         _check_names(expected, tensors)
-        loaded = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
+        loaded = {
+            name: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+            for name, tensor in tensors.items()
+        }
         model.load_state_dict(loaded, strict=True, assign=True)
         return model.eval().requires_grad_(False)
 
@@ -179,7 +185,9 @@ class DraftModel(nn.Module):
 
     @property
     def own_head(self) -> Tensor | None:
-        """The checkpoint's own output head [V, D], None when the target's is used."""
+        """The checkpoint's own output head [V, D], None when the target's is used. With a reduced vocabulary it has a
+        row for each of ``head_ids``, which are the target's ids.
+        """
         return None if self.lm_head is None else self.lm_head.weight
 
     def pack_(self, *, rows_hint: int | None = None) -> int:
@@ -351,9 +359,9 @@ class DraftModel(nn.Module):
         ``hidden_LD`` is the whole block, anchor row included, as ``forward`` gave it; ``logits_GV`` is the bare head
         on the rows that predict (multiplier and soft cap are applied here; both keep the order of ids). Temperature
         0, and DFlash at any temperature, gives fixed proposals with a one-hot law; otherwise each is drawn from
-        softmax(score / temperature), over its candidates or, in DSpark, over all ids. ``exclude_ids`` are never proposed (the mask id, say): any q is lossless, so nothing is
-        lost. Proposals end before the first row whose confidence is below ``min_confidence``. A draft with injection
-        needs ``candidate_logits``.
+        softmax(score / temperature), over its candidates or, in DSpark, over all ids. ``exclude_ids`` are never
+        proposed (the mask id, say): any q is lossless, so nothing is lost. Proposals end before the first row
+        whose confidence is below ``min_confidence``. A draft with injection needs ``candidate_logits``.
         """
         hidden_GD = hidden_LD if self.config.predicts_from_anchor else hidden_LD[1:]
         assert logits_GV.shape[0] == hidden_GD.shape[0]
@@ -371,10 +379,18 @@ class DraftModel(nn.Module):
             ids_G, probs_GM = rescored_walk(rescore, ids_GM, anchor_id, temperature, generator)
             proposal = Proposal(ids_G, None if probs_GM is None else CandidateLists(ids_GM, probs_GM))
         else:
-            proposal = Proposal(top_candidates(logits_GV, 1, exclude_ids)[1][:, 0], None)
+            proposal = Proposal(self._likeliest(logits_GV, exclude_ids), None)
         if min_confidence == 0.0 or self.confidence_head is None:
             return proposal
         return proposal.first(self._num_confident(hidden_GD, anchor_id, proposal.ids_G, min_confidence))
+
+    def _likeliest(self, logits_GV: Tensor, exclude_ids: Sequence[int]) -> Tensor:
+        """ids_G of the largest logits, as the target counts them."""
+        if self.head_ids is None:
+            return top_candidates(logits_GV, 1, exclude_ids)[1][:, 0]
+        barred = torch.isin(self.head_ids, torch.tensor(exclude_ids, device=self.head_ids.device))
+        rows_G = top_candidates(logits_GV, 1, barred.nonzero()[:, 0].tolist())[1][:, 0]
+        return self.head_ids[rows_G]
 
     def _spark(
         self,

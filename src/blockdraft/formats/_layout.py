@@ -19,8 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from blockdraft.config import DraftConfig, TargetFacts, require_int
 from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats._safetensors import WEIGHTS, Entry, list_entries, read_json
+from blockdraft.formats._vocabulary import check_head_ids, ids_of_maps, maps_of_ids
 from blockdraft.formats._zlab_tensors import (
+    D2T,
+    HEAD_IDS,
     MASK_EMBEDDING,
+    T2D,
     TRANSFER_CODES,
     TRANSFER_READY,
     check_header,
@@ -36,6 +40,7 @@ __all__ = [
     "MASK_EMBEDDING_FILE",
     "Checkpoint",
     "Layout",
+    "as_stored",
     "check_block_size",
     "check_values",
     "has_mask_embedding_file",
@@ -52,7 +57,8 @@ class Checkpoint:
     """A draft as it stands on disk: its config and its tensors under canonical names.
 
     Canonical: no `model.` prefix, codebooks without `.weight`. Optional tensors: embed_tokens.weight [V, D],
-    lm_head.weight [V, D], mask_embedding [D].
+    lm_head.weight [V, D], mask_embedding [D]. With a reduced vocabulary lm_head.weight has a row for each of its ids,
+    and head_ids, of int64, says which of the target's ids they are.
     """
 
     config: DraftConfig
@@ -164,6 +170,14 @@ class Layout:
         if homeless:
             raise CheckpointError(f"{some(homeless)}: {self.label} has no place for it")
 
+    def check_vocabulary(self, config: DraftConfig) -> None:
+        """Raise ConfigError for a reduced vocabulary where this dialect has no place for its ids."""
+        if config.draft_vocab_size is not None and HEAD_IDS not in self.own:
+            raise ConfigError(
+                f"{self.label} cannot express a reduced draft vocabulary (draft_vocab_size {config.draft_vocab_size} "
+                f"of {config.vocab_size}), a speculators checkpoint can"
+            )
+
     def read(
         self,
         folder: Path | str,
@@ -185,13 +199,15 @@ class Layout:
         entries = split_fused(config, given)
         self.check(config, {name: (entry.dtype, entry.shape) for name, entry in entries.items()}, folder)
         tensors = _load(entries)
+        if config.draft_vocab_size is not None:
+            tensors[HEAD_IDS] = ids_of_maps(tensors[HEAD_IDS], _load({T2D: given[T2D]})[T2D])
         if TRANSFER_READY in given and TRANSFER_CODES in tensors:
             _check_ready(_load({TRANSFER_READY: given[TRANSFER_READY]})[TRANSFER_READY], tensors[TRANSFER_CODES])
         if has_mask_embedding_file(folder):
             tensors[MASK_EMBEDDING] = _read_mask_embedding(folder / MASK_EMBEDDING_FILE, config)
         check_values(tensors)
         if dtype is not None:
-            tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+            tensors = {name: as_stored(tensor, dtype) for name, tensor in tensors.items()}
         return Checkpoint(config=config, tensors=tensors)
 
     def write(
@@ -210,6 +226,7 @@ class Layout:
         written folder before it takes its place; if it raises, nothing is kept.
         """
         folder = Path(folder)
+        self.check_vocabulary(checkpoint.config)
         tensors, stored = self._prepared(checkpoint, dtype)
         raw = self.config_to_dict(checkpoint.config, dtype=stored)
         _check_destination(folder, overwrite)
@@ -220,6 +237,9 @@ class Layout:
             fresh.mkdir()
             mask = tensors.pop(MASK_EMBEDDING, None)
             named = {self.stored_name(name): tensor.clone() for name, tensor in tensors.items()}
+            if HEAD_IDS in tensors:
+                del named[HEAD_IDS]
+                named[D2T], named[T2D] = maps_of_ids(tensors[HEAD_IDS], checkpoint.config.vocab_size)
             if TRANSFER_CODES in tensors:
                 named[TRANSFER_READY] = tensors[TRANSFER_CODES].any()
             _write_files(fresh, named, raw, mask, checkpoint.config.mask_token_id)
@@ -239,13 +259,15 @@ class Layout:
             raise CheckpointError(f"dtype is {dtype!r}: a checkpoint is stored in {', '.join(names)}")
         kind: torch.dtype | None = getattr(torch, dtype) if dtype is not None else None
         tensors = {
-            name: tensor.detach().to("cpu", kind if kind is not None else tensor.dtype).contiguous()
-            for name, tensor in checkpoint.tensors.items()
+            name: as_stored(tensor.detach(), kind).to("cpu").contiguous() for name, tensor in checkpoint.tensors.items()
         }
         kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-        header = {name: (names.get(kinds[name], kinds[name]), tuple(tensor.shape)) for name, tensor in tensors.items()}
+        stored = {**names, "int64": "I64"}
+        header = {name: (stored.get(kinds[name], kinds[name]), tuple(tensor.shape)) for name, tensor in tensors.items()}
         self.check(checkpoint.config, header)
         check_values(tensors)
+        if HEAD_IDS in tensors:
+            check_head_ids(tensors[HEAD_IDS], checkpoint.config.vocab_size)
         return tensors, kinds["fc.weight"]
 
 
@@ -325,6 +347,11 @@ def check_values(tensors: Mapping[str, torch.Tensor]) -> None:
         raise CheckpointError(f"{len(bad)} tensors hold NaN or infinity: {some(bad)}; the checkpoint is damaged")
     if TRANSFER_CODES in tensors and not bool(tensors[TRANSFER_CODES].any()):
         raise CheckpointError(f"{TRANSFER_CODES} holds only zeros: its codes were never made from the target's head")
+
+
+def as_stored(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The tensor in another type, None its own; ids stay ids."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _check_ready(is_ready: torch.Tensor, codes: torch.Tensor) -> None:

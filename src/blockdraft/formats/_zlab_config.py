@@ -317,7 +317,12 @@ def _check_mask_role(raw: Mapping[str, Any], mask: int) -> None:
 
 
 def config_to_dict(config: DraftConfig, *, dtype: str = "bfloat16") -> dict[str, Any]:
-    """The published layout of a config. Raises ConfigError for layers that the layout cannot express."""
+    """The published layout of a config. Raises ConfigError for what the layout cannot express."""
+    if config.draft_vocab_size is not None:
+        raise ConfigError(
+            f"the z-lab layout cannot express a reduced draft vocabulary (draft_vocab_size {config.draft_vocab_size} "
+            f"of {config.vocab_size})"
+        )
     window, causal = _common_layer(config)
     rope = config.rope
     raw: dict[str, Any] = {

@@ -14,7 +14,10 @@ from blockdraft.formats._safetensors import Entry
 from blockdraft.formats._zlab_config import CLASS_OF_FAMILY, STAND_ALONE
 
 __all__ = [
+    "D2T",
+    "HEAD_IDS",
     "MASK_EMBEDDING",
+    "T2D",
     "TRANSFER_CODES",
     "TRANSFER_READY",
     "canonical_name",
@@ -29,6 +32,8 @@ MASK_EMBEDDING = "mask_embedding"
 TRANSFER_CODES = "transfer_codes"
 # A flag beside the codes, not a weight: that they were made. Codes that never were are all zero.
 TRANSFER_READY = "transfer_ready"
+# The target's id of every row of a reduced head, and the two maps that hold it on disk.
+HEAD_IDS, D2T, T2D = "head_ids", "d2t", "t2d"
 _FLOATS = ("BF16", "F16", "F32", "F64")
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 _V2_PARTS = (".attention_conv.", ".mlp_conv.", "candidate_selector.")
@@ -49,8 +54,13 @@ _FOREIGN = (
     ),
     ("encoder.fc", "encoder.* names belong to a transformers assistant: model_type 'muse_glimmer_assistant' would fit"),
     ("mask_hidden", "a learned mask_hidden is not supported, only a mask embedding"),
-    ("d2t", "d2t and t2d belong to a reduced draft vocabulary, which is not supported"),
-    ("t2d", "d2t and t2d belong to a reduced draft vocabulary, which is not supported"),
+    *(
+        (
+            name,
+            "d2t and t2d belong to a reduced draft vocabulary: a speculators config would say so by draft_vocab_size",
+        )
+        for name in (D2T, T2D)
+    ),
 )
 
 
@@ -83,6 +93,8 @@ def expected_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
         for name in CODEBOOKS:
             shapes[name] = (config.vocab_size, config.selector.rank)
         shapes["candidate_selector.hidden_projection.weight"] = (config.selector.rank, width)
+    if config.draft_vocab_size is not None:
+        shapes |= {"lm_head.weight": (config.draft_vocab_size, width), HEAD_IDS: (config.draft_vocab_size,)}
     return shapes | _spark_tensors(config) | _spine_tensors(config)
 
 
@@ -163,7 +175,7 @@ def optional_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape of the tensors that a draft may carry instead of borrowing the target's."""
     return {
         "embed_tokens.weight": (config.vocab_size, config.hidden_size),
-        "lm_head.weight": (config.vocab_size, config.hidden_size),
+        "lm_head.weight": (config.num_head_rows, config.hidden_size),
         MASK_EMBEDDING: (config.hidden_size,),
     }
 
@@ -178,8 +190,11 @@ def canonical_name(name: str) -> str:
 def split_fused(config: DraftConfig, entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """The entries with each fused first projection of latent attention, [q_a_proj; kv_a_proj_with_mqa] stacked,
     taken as the two that it holds. One of another height stays as it is and will be found left over. The flag beside
-    the codes of DSpine is no tensor of the model and is left out.
+    the codes of DSpine is no tensor of the model and is left out. The maps of a reduced vocabulary count as one tensor,
+    if both are there.
     """
+    if config.draft_vocab_size is not None:
+        entries = _joined_maps(config, entries)
     if config.injection is not None:
         flag = ("BOOL", ())
         entries = {n: e for n, e in entries.items() if n != TRANSFER_READY or (e.dtype, e.shape) != flag}
@@ -198,6 +213,15 @@ def split_fused(config: DraftConfig, entries: Mapping[str, Entry]) -> dict[str, 
         for part, (begin, end) in parts.items():
             found[part] = dataclasses.replace(entry, shape=(end - begin, *entry.shape[1:]), rows=(begin, end))
     return found
+
+
+def _joined_maps(config: DraftConfig, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    if HEAD_IDS in entries:
+        raise CheckpointError(f"{HEAD_IDS} is no name of a file: the ids of the head stand in {D2T} and {T2D}")
+    offsets, mask = entries.get(D2T), entries.get(T2D)
+    if offsets is None or mask is None or (mask.dtype, mask.shape) != ("BOOL", (config.vocab_size,)):
+        return dict(entries)
+    return {HEAD_IDS if name == D2T else name: entry for name, entry in entries.items() if name != T2D}
 
 
 def check_header(config: DraftConfig, header: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
@@ -220,10 +244,14 @@ def check_header(config: DraftConfig, header: Mapping[str, tuple[str, tuple[int,
     ]
     if wrong:
         raise CheckpointError(f"{len(wrong)} tensors of another shape: {some(wrong)}{_taps_hint(config, header)}")
-    typed = [f"{name} is {dtype}" for name, (dtype, _) in sorted(header.items()) if dtype not in _FLOATS]
+    typed = [
+        f"{name} is {dtype}"
+        for name, (dtype, _) in sorted(header.items())
+        if dtype not in (("I64",) if name == HEAD_IDS else _FLOATS)
+    ]
     if typed:
         raise CheckpointError(
-            f"{len(typed)} tensors of another dtype: {some(typed)}; supported are {', '.join(_FLOATS)}"
+            f"{len(typed)} tensors of another dtype: {some(typed)}; supported are {', '.join(_FLOATS)}, for ids I64"
         )
 
 
@@ -233,6 +261,11 @@ def some(items: list[str]) -> str:
 
 def _diagnose(config: DraftConfig, header: Iterable[str], missing: list[str], extra: list[str]) -> str | None:
     """What kind of file this rather is, None if nothing is known."""
+    if HEAD_IDS in missing:
+        sizes = f"{D2T} [{config.draft_vocab_size}] of I64 and {T2D} [{config.vocab_size}] of BOOL"
+        return (
+            f"draft_vocab_size {config.draft_vocab_size} needs {sizes}, which say what the rows of the head stand for"
+        )
     for mark, reason in _FOREIGN:
         if any(mark in name.split(".") or (mark in name and "." in mark) for name in extra):
             return reason

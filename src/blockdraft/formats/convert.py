@@ -15,7 +15,7 @@ from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats import DIALECTS, FILE_DIALECTS, Checkpoint, find_dialect
 from blockdraft.formats._gguf_file import find_gguf
 from blockdraft.formats._keys import words
-from blockdraft.formats._layout import read_raw_config
+from blockdraft.formats._layout import as_stored, read_raw_config
 
 __all__ = ["Conversion", "convert"]
 
@@ -71,7 +71,8 @@ def convert(
         _compare(checkpoint, wanted.read(folder, allow_mask_is_eos=allow_mask_is_eos), dtype)
 
     wanted.write(destination, checkpoint, dtype=dtype, overwrite=overwrite, verify=verify)
-    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in checkpoint.tensors.values()}
+    weights = [tensor for tensor in checkpoint.tensors.values() if tensor.is_floating_point()]
+    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in weights}
     return Conversion(
         source_dialect=found.name,
         dialect=wanted.name,
@@ -100,7 +101,7 @@ def _compare(given: Checkpoint, back: Checkpoint, dtype: str | None) -> None:
     wrong = [
         name
         for name, tensor in given.tensors.items()
-        if name not in back.tensors or not torch.equal(back.tensors[name], tensor.to(kind or tensor.dtype))
+        if name not in back.tensors or not torch.equal(back.tensors[name], as_stored(tensor, kind))
     ]
     if wrong or len(back.tensors) != len(given.tensors):
         raise CheckpointError(f"the tensors read back are not those that were written ({wrong[:4]}): nothing is kept")

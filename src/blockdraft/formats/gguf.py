@@ -221,6 +221,7 @@ class GgufLayout(Layout):
     ) -> None:
         """Write the file, whole or not at all. `dtype` rounds every tensor; None keeps each one's own."""
         path, config = Path(folder), checkpoint.config
+        self.check_vocabulary(config)
         keys = self.config_to_dict(config)
         tensors, stored = self._prepared(checkpoint, dtype)
         if path.suffix != files.SUFFIX:

@@ -2,12 +2,12 @@
 
 Owns: its keys and what it cannot say. What the fields mean together is resolved as for z-lab, whose tensor names
 it shares. A tap's id here is the number of target layers that have run, z-lab's is the layer's index: one less;
-the last layer has no id. A reduced vocabulary (d2t, t2d) is refused: its missing logits are minus infinity, which
-no full head can say.
+the last layer has no id. A reduced vocabulary (d2t, t2d) is read for DFlash, whose proposals have a fixed law.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -28,7 +28,7 @@ from blockdraft.formats._zlab_config import CLASS_OF_FAMILY
 from blockdraft.formats._zlab_config import config_from_dict as resolve
 from blockdraft.formats._zlab_config import config_to_dict as spell
 from blockdraft.formats._zlab_keys import IRRELEVANT
-from blockdraft.formats._zlab_tensors import canonical_name
+from blockdraft.formats._zlab_tensors import HEAD_IDS, canonical_name
 
 __all__ = ["LAYOUT", "config_from_dict", "config_to_dict"]
 
@@ -113,14 +113,14 @@ def config_from_dict(
     least = 1 if from_anchor is True else 2
     block_size = require_int("block_size", requires(raw, "block_size", "it is the width of the block"), least=least)
     _check_proposals(raw, algorithm, block_size if from_anchor is True else block_size - 1)
-    _check_vocabulary(raw, layer)
+    reduced = _reduced_vocabulary(raw, layer)
     flat = _flat(raw, layer, algorithm)
     flat["num_target_layers"] = require_int("num_target_layers", num_target_layers)
     hidden = raw.get("target_hidden_size") or layer.get("hidden_size")
     taps = _taps(raw, flat["num_target_layers"], hidden, fc_shape)
     nest = {"block_size": block_size, "mask_token_id": raw.get("mask_token_id"), "target_layer_ids": taps}
     flat["dflash_config"] = {**nest, **{key: raw[key] for key in sorted(_PART_KEYS) if raw.get(key) is not None}}
-    return resolve(flat, allow_mask_is_eos=allow_mask_is_eos)
+    return dataclasses.replace(resolve(flat, allow_mask_is_eos=allow_mask_is_eos), draft_vocab_size=reduced)
 
 
 def _algorithm(raw: Mapping[str, Any]) -> str:
@@ -157,13 +157,10 @@ def _check_proposals(raw: Mapping[str, Any], algorithm: str, most: int) -> None:
             raise ConfigError(f"speculative_tokens is {count}: this block_size proposes at most {most}")
 
 
-def _check_vocabulary(raw: Mapping[str, Any], layer: Mapping[str, Any]) -> None:
-    reduced, full = raw.get("draft_vocab_size"), layer.get("vocab_size")
-    if reduced is not None and reduced != full:
-        raise ConfigError(
-            f"draft_vocab_size is {reduced!r} and vocab_size {full!r}: a reduced draft vocabulary (d2t, t2d) is not "
-            "supported, a draft has one logit for each id of its target"
-        )
+def _reduced_vocabulary(raw: Mapping[str, Any], layer: Mapping[str, Any]) -> int | None:
+    """How many ids the head has, None for all."""
+    given = raw.get("draft_vocab_size")
+    return None if given is None or given == layer.get("vocab_size") else require_int("draft_vocab_size", given)
 
 
 def _flat(raw: Mapping[str, Any], layer: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
@@ -212,7 +209,7 @@ def _taps(raw: Mapping[str, Any], num_target_layers: int, hidden: Any, fc_shape:
 def config_to_dict(config: DraftConfig, *, dtype: str = "bfloat16") -> dict[str, Any]:
     """The keys of a config. Raises ConfigError for what a speculators file cannot express."""
     _check_expressible(config)
-    flat = spell(config, dtype=dtype)
+    flat = spell(dataclasses.replace(config, draft_vocab_size=None), dtype=dtype)
     nest = flat.pop("dflash_config")
     algorithm = config.family
     layer = {"model_type": "qwen3", **{key: value for key, value in flat.items() if key in _SHARED}}
@@ -232,7 +229,7 @@ def config_to_dict(config: DraftConfig, *, dtype: str = "bfloat16") -> dict[str,
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
         "num_target_layers": config.num_target_layers,
         "target_hidden_size": config.target_hidden_size if config.target_hidden_size != config.hidden_size else None,
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.num_head_rows,
         "sample_from_anchor": config.predicts_from_anchor,
         "sliding_window_non_causal": not slides[0].is_causal if slides else algorithm == "dflash2",
         "tie_word_embeddings": False,
@@ -284,5 +281,5 @@ LAYOUT = Layout(
     config_to_dict=config_to_dict,
     canonical_name=canonical_name,
     stored_name=lambda name: name,
-    own=frozenset({"embed_tokens.weight", "lm_head.weight"}),
+    own=frozenset({"embed_tokens.weight", "lm_head.weight", HEAD_IDS}),
 )

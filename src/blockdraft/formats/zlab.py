@@ -14,6 +14,7 @@ from blockdraft.config import DraftConfig, TargetFacts
 from blockdraft.formats._layout import MASK_EMBEDDING_FILE, Checkpoint, Layout, read_raw_config
 from blockdraft.formats._zlab_config import config_from_dict, config_to_dict
 from blockdraft.formats._zlab_tensors import (
+    HEAD_IDS,
     MASK_EMBEDDING,
     canonical_name,
     check_header,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "HEAD_IDS",
     "LAYOUT",
     "MASK_EMBEDDING",
     "MASK_EMBEDDING_FILE",

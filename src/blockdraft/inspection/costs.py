@@ -43,9 +43,10 @@ def count_parameters(config: DraftConfig, own: Collection[str] = ()) -> dict[str
 
 
 def all_tensors(config: DraftConfig, own: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of the checkpoint."""
+    """Name -> shape of every weight of the checkpoint; the ids of a reduced vocabulary are none."""
     optional = zlab.optional_tensors(config)
-    return zlab.expected_tensors(config) | {name: optional[name] for name in own}
+    shapes = zlab.expected_tensors(config) | {name: optional[name] for name in own}
+    return {name: shape for name, shape in shapes.items() if name != zlab.HEAD_IDS}
 
 
 def _part(name: str) -> str:
@@ -81,7 +82,7 @@ def step_cost(config: DraftConfig) -> dict[str, Any]:
     accepted block.
     """
     block, attention = config.block_size, config.attention
-    width, vocab = config.hidden_size, config.vocab_size
+    width, vocab, head_rows = config.hidden_size, config.vocab_size, config.num_head_rows
     parts = count_parameters(config)
     layer_params = sum(parts[name] for name in ("attention", "mlp", "norms", "convolutions", "injection")) - 2 * width
     rank = config.selector.rank if config.selector else 0
@@ -94,7 +95,7 @@ def step_cost(config: DraftConfig) -> dict[str, Any]:
         "inject_per_position": 2 * parts["fuse"] + config.num_layers * 2 * width * attention.num_cached,
         "block": 2 * block * layer_params,
         "attention": 2 * block * visible * attention.num_heads * _attention_width(config),
-        "head": 2 * proposals * vocab * width,
+        "head": 2 * proposals * head_rows * width,
         "selector": proposals * (2 * width * rank + top_k * top_k * 2 * rank),
         "markov": proposals * 2 * vocab * markov,
         "rescore": proposals * _rescore_flops(config),
@@ -112,7 +113,7 @@ def step_cost(config: DraftConfig) -> dict[str, Any]:
         "weight_bytes_per_step": BF16_BYTES * (layer_params + parts["fuse"] + rank * width),
         "codebook_bytes_per_step": BF16_BYTES * proposals * top_k * 2 * rank,
         "markov_bytes_per_step": BF16_BYTES * proposals * vocab * markov,
-        "head_bytes_per_step": BF16_BYTES * vocab * width,
+        "head_bytes_per_step": BF16_BYTES * head_rows * width,
         "flops": flops,
         "reference_context": context,
     }

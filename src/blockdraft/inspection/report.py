@@ -18,7 +18,7 @@ from blockdraft.inspection.engines import Facts, examine_engines
 from blockdraft.inspection.pair import examine_pair, read_target_facts
 
 SCHEMA = 1
-_DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 def inspect_checkpoint(
@@ -54,7 +54,7 @@ def inspect_checkpoint(
         "rope": {"theta": config.rope.theta, "rope_type": config.rope.kind, **config.rope.numbers},
         "conventions": _conventions(facts),
         "parameters": count_parameters(config, own),
-        "num_tensors": len(zlab.expected_tensors(config)) + len(own),
+        "num_tensors": len({*zlab.expected_tensors(config), *own}),
         "weights": weights,
         "size_bytes": file_sizes(config, own),
         "cost": step_cost(config),
@@ -78,6 +78,7 @@ def _shape(config: DraftConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
         "attention": "mla" if isinstance(config.attention, MlaConfig) else "gqa",
         **dataclasses.asdict(config.attention),
         "softmax_scale": config.softmax_scale,
