@@ -21,7 +21,7 @@ from blockdraft.draft import DraftModel
 from blockdraft.engine import Engine, Request
 from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats.convert import convert
-from blockdraft.inspection import inspect_checkpoint
+from blockdraft.inspection import inspect_checkpoint, render_text
 from drafts import random_tensors
 from engine_kit import hf_target, plain_ids, run_one, tiny_model
 from exactness import pooled_chi_square_ok
@@ -104,6 +104,7 @@ def test_inspect_counts_the_rows_that_are_there(tmp_path: Path) -> None:
     assert report["cost"]["head_bytes_per_step"] == 2 * 9 * 24
     assert report["num_tensors"] == report["weights"]["num_tensors"]
     assert report["weights"]["own"] == ["embed_tokens.weight", "lm_head.weight"]
+    assert "vocab 32 (proposes among 9 of them)" in render_text(report, columns=120)
 
 
 def flags(*ids: int) -> Tensor:

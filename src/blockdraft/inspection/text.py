@@ -69,7 +69,10 @@ def _what(report: Mapping[str, Any]) -> Iterator[_Line]:
         "rope",
         _rope_text(report["rope"], shape["max_length"]),
     )
-    yield _row("size", f"hidden {shape['hidden_size']}, MLP {shape['intermediate_size']}, vocab {shape['vocab_size']}")
+    vocabulary = f"vocab {shape['vocab_size']}"
+    if shape["draft_vocab_size"] is not None:
+        vocabulary += f" (proposes among {shape['draft_vocab_size']} of them)"
+    yield _row("size", f"hidden {shape['hidden_size']}, MLP {shape['intermediate_size']}, {vocabulary}")
     if parts := _parts_text(shape):
         yield _row("parts", parts)
 
