@@ -181,5 +181,5 @@ def draft_configs(draw: st.DrawFn) -> DraftConfig:
         output_multiplier=draw(st.just(1.0) | _POSITIVE),
         final_logit_softcapping=draw(st.none() | _POSITIVE),
         has_tap_norms=draw(st.booleans()),
-        tap_stream=draw(st.sampled_from(["prefix", "attn_res"])),
+        tap_stream=draw(st.sampled_from([None, "attn_res"])),
     )

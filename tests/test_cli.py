@@ -285,6 +285,7 @@ OPTIONS = {
         "--no-draft",
         "--compare",
         "--width",
+        "--block-size",
         "--min-confidence",
         "--max-new-tokens",
         "--min-new-tokens",
@@ -306,6 +307,7 @@ OPTIONS = {
         "--json",
         "--trust-remote-code",
         "--allow-mask-is-eos",
+        "--tap-stream",
     ],
     "train": [
         "--out",
@@ -319,8 +321,8 @@ OPTIONS = {
         "--tracker",
     ],
     "corpus": ["--out", "--target", "--threads"],
-    "inspect": ["--target", "--json", "--allow-mask-is-eos"],
-    "convert": ["--to", "--target", "--dtype", "--overwrite", "--allow-mask-is-eos"],
+    "inspect": ["--target", "--block-size", "--json", "--allow-mask-is-eos"],
+    "convert": ["--to", "--target", "--dtype", "--block-size", "--overwrite", "--allow-mask-is-eos"],
     "pull": ["--check"],
 }
 

@@ -88,7 +88,7 @@ def test_published_configs() -> None:
     )
     assert [(layer.is_causal, layer.window) for layer in six.layers] == [(False, 4096)] * 5 + [(False, None)]
     assert six.target_layer_ids == (19, 37, 54, 66, 78, 90) and five.target_layer_ids == (19, 37, 66, 78, 90)
-    assert (six.block_size, six.mask_token_id, six.tap_stream, six.has_tap_norms) == (8, 163592, "prefix", False)
+    assert (six.block_size, six.mask_token_id, six.tap_stream, six.has_tap_norms) == (8, 163592, None, False)
     assert [(layer.is_causal, layer.window) for layer in k31.layers] == [(True, 1024)] * 5
     assert k31.selector is not None and k31.selector.top_k == 32
     assert (six.max_window, k31.max_window) == (None, 1024)
@@ -118,7 +118,7 @@ def test_the_written_config_has_the_published_keys_at_the_published_places(raw: 
         {"nest_attention_mode": ..., "attention_mode": "mla"},
         {"rope_interleave": True, "nest_mla_rope_interleaved": True, "rope_is_neox_style": False},
         {"mla_use_nope": False, "nest_mla_use_output_gate": False, "mla_use_qk_norm": None},
-        {"fc_norm": False, "nest_aux_hidden_stream": "prefix", "nest_projector_type": "dflash2"},
+        {"fc_norm": False, "nest_aux_hidden_stream": None, "nest_projector_type": "dflash2"},
     ],
 )
 def test_places_and_spellings_that_mean_the_same(changes: dict[str, Any]) -> None:
@@ -175,6 +175,13 @@ def test_refused_configs(changes: dict[str, Any], message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("stream", ["prefix", "attn_res", None])
+def test_a_stream_is_written_exactly_where_it_was_said(stream: str | None) -> None:
+    config = zlab.config_from_dict(edited(TINY_MLA, nest_aux_hidden_stream=stream))
+    assert config.tap_stream == stream
+    assert zlab.config_to_dict(config)["dflash_config"].get("aux_hidden_stream") == stream
+
+
 def test_a_stream_that_the_target_does_not_have() -> None:
     draft = zlab.config_from_dict(edited(TINY_MLA, nest_aux_hidden_stream="attn_res"))
     target = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 6, "max_position_embeddings": 256}
@@ -186,6 +193,8 @@ def test_a_stream_that_the_target_does_not_have() -> None:
     assert verdict("llama", draft) == "fail"
     assert verdict("kimi_k3", draft) == "pass"
     assert verdict("kimi_linear", draft) == "fail"
+    assert verdict("kimi_k3", zlab.config_from_dict(TINY_MLA)) == "unknown"
+    assert verdict("llama", zlab.config_from_dict(edited(TINY_MLA, nest_aux_hidden_stream="prefix"))) == "pass"
     assert verdict("llama", zlab.config_from_dict(TINY_MLA)) == "pass"
 
 

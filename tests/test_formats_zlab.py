@@ -96,7 +96,7 @@ def test_rough_draft(shared_dir: Path) -> None:
         {"layer_types": ["full_attention"] * 2, "sliding_window": 32, "use_sliding_window": False},
         {"attention_bias": False, "hidden_act": "silu", "transformers_version": "5.24.0", "auto_map": {}},
         {"model_type": ...},
-        {"aux_hidden_stream": "prefix", "markov_rank": 0, "enable_confidence_head": False},
+        {"aux_hidden_stream": None, "markov_rank": 0, "enable_confidence_head": False},
     ],
 )
 def test_places_and_spellings_that_mean_the_same(changes: dict[str, Any]) -> None:

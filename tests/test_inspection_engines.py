@@ -81,6 +81,7 @@ DRAFTS = [
     facts(QWEN_V1),
     facts(KIMI_V1),
     facts(K31),
+    facts(edited(K31, nest_aux_hidden_stream="prefix")),
     facts(K3_SIX_LAYERS),
     facts(K3_FIVE_LAYERS, own=OWN[:1]),
     facts(TINY_V1, own=OWN, target="llama"),

@@ -108,6 +108,7 @@ def tiny_draft() -> DraftRecipe:
         mask_token_id=0,
         learned_mask_embedding=False,
         target_layer_ids=TAPS,
+        tap_stream="plain",
         is_causal=False,
         windows=(0, 0),
         conv_kernel_size=2,
@@ -170,12 +171,15 @@ def write_shard(path: Path, texts: Sequence[tuple[Sequence[int], Tensor, int]]) 
 
 
 def facts_of(target: HFTarget, **changes) -> CorpusFacts:
+    if changes.get("features_dtype") == "none":
+        changes = {"tap_stream": "none", **changes}
     facts = CorpusFacts(
         target="tiny",
         weights_sha256="",
         tokenizer_sha256="",
         chat_template_sha256="",
         target_layer_ids=target.tap_layer_ids,
+        tap_stream="plain",
         last_layer_id=None,
         features_dtype="bfloat16",
         target_hidden_size=target.facts.hidden_size,

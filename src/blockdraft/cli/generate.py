@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdraft.cli.show import FetchProgress, as_json_object, compare_ways, watch
+from blockdraft.cli.show import FetchProgress, as_json_object, compare_ways, note, watch
 from blockdraft.errors import RequestError, shown
 
 if TYPE_CHECKING:
@@ -74,6 +74,9 @@ def generate(
     allow_mask_is_eos: Annotated[
         bool, typer.Option("--allow-mask-is-eos", help="Accept a draft whose mask id also ends or pads a text.")
     ] = False,
+    tap_stream: Annotated[
+        str | None, typer.Option(help="Kimi K3: the stream that the draft reads; prefix, attn_res or auto.")
+    ] = None,
 ) -> None:
     """Watch tokens arrive, coloured by how they were won."""
     from blockdraft.accept import SamplingParams
@@ -110,7 +113,9 @@ def generate(
     }
     Request(prompt_ids=(0,), **settings)  # what is wrong with the options is said before anything is loaded
     asked = _read_prompts(prompt, prompts, system, raw)
-    engine = _engine(draft, target, dtype, device, threads, no_draft, trust_remote_code, allow_mask_is_eos, block_size)
+    engine = _engine(
+        draft, target, dtype, device, threads, no_draft, trust_remote_code, allow_mask_is_eos, block_size, tap_stream
+    )
     requests = [_request(engine, item, settings, may_shorten=max_new_tokens is None) for item in asked]
     for request in requests:
         engine.check(request)
@@ -230,6 +235,7 @@ def _engine(
     trust_remote_code: bool,
     allow_mask_is_eos: bool,
     block_size: int | None,
+    tap_stream: Any,
 ) -> Engine:
     set_threads(threads)
     from blockdraft.engine import load
@@ -245,10 +251,13 @@ def _engine(
             trust_remote_code=trust_remote_code,
             allow_mask_is_eos=allow_mask_is_eos,
             block_size=block_size,
+            tap_stream=tap_stream,
             progress=fetching,
         )
     finally:
         fetching.close()
+    if engine.tap_choice is not None:
+        note(str(engine.tap_choice))
     gc.freeze()
     gc.enable()
     return engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from blockdraft.config.attention import AttentionConfig, GqaConfig, LayerConfig, MlaConfig, RopeConfig
 from blockdraft.config.checks import require_bool, require_float, require_int, token_ids
-from blockdraft.config.draft import ConvConfig, DraftConfig, Family, SelectorConfig, TapStream
+from blockdraft.config.draft import TAP_STREAMS, ConvConfig, DraftConfig, Family, SelectorConfig, TapStream
 from blockdraft.config.heads import ConfidenceConfig, InjectionConfig, MarkovConfig, MarkovKind
 from blockdraft.config.pairing import (
     PROVEN_RECURRENT_MODEL_TYPES,
@@ -24,6 +24,7 @@ from blockdraft.config.pairing import (
 __all__ = [
     "PROVEN_RECURRENT_MODEL_TYPES",
     "REFUSED_RECURRENT_MODEL_TYPES",
+    "TAP_STREAMS",
     "AttentionConfig",
     "ConfidenceConfig",
     "ConvConfig",

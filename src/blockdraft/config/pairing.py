@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from blockdraft.config.checks import require_int, token_ids
-from blockdraft.config.draft import DraftConfig
+from blockdraft.config.draft import TAP_STREAMS, DraftConfig, TapStream
 from blockdraft.errors import ConfigError, PairError
 
 Verdict = Literal["pass", "fail", "unknown"]
@@ -57,6 +57,11 @@ class TargetFacts:
     is_recurrent: bool
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
+
+    @property
+    def tap_streams(self) -> tuple[TapStream, ...]:
+        """The streams that a tap of this target can be."""
+        return TAP_STREAMS if self.model_type in _RESIDUAL_ATTENTION_MODEL_TYPES else ("prefix",)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> TargetFacts:
@@ -225,9 +230,12 @@ def _length_rule(draft: DraftConfig, target: TargetFacts) -> PairRule:
 
 def _stream_rule(draft: DraftConfig, target: TargetFacts) -> PairRule:
     name = "tap_stream"
-    if draft.tap_stream == "prefix":
+    if draft.tap_stream is None and len(target.tap_streams) > 1:
+        detail = f"{target.model_type} has the streams {' and '.join(target.tap_streams)}, and the draft names neither"
+        return PairRule(name=name, verdict="unknown", detail=detail)
+    if draft.tap_stream in (None, "prefix"):
         return PairRule(name=name, verdict="pass", detail="taps are the residual stream")
-    if target.model_type in _RESIDUAL_ATTENTION_MODEL_TYPES:
+    if draft.tap_stream in target.tap_streams:
         return PairRule(name=name, verdict="pass", detail="taps are the attention-residual stream")
     detail = f"taps are the attention-residual stream, which {target.model_type} does not have"
     return PairRule(name=name, verdict="fail", detail=detail)

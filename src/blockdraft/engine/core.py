@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from blockdraft.engine.step import decode_step, first_token, prefill
 from blockdraft.errors import PairError, RequestError
 from blockdraft.targets import Target
 from blockdraft.text import StopScanner, Tokenizer
+
+if TYPE_CHECKING:
+    from blockdraft.engine.tap_stream import TapChoice
 
 __all__ = ["Engine", "Ticket"]
 
@@ -52,6 +56,21 @@ class Ticket:
         return self.completion is not None
 
 
+def _check_stream(target: Target, draft: DraftConfig) -> None:
+    streams = target.facts.tap_streams
+    if draft.tap_stream is None and len(streams) > 1:
+        raise PairError(
+            f"the draft does not say which stream of {target.facts.model_type} it reads; name it with tap_stream: "
+            f"{', '.join(map(repr, streams))}, or 'auto', which measures both"
+        )
+    read = draft.tap_stream or "prefix"
+    if target.tap_stream != read:
+        raise PairError(
+            f"the target's taps are the stream {target.tap_stream!r} and the draft reads {read!r}; "
+            f"load the target with tap_stream={read!r}"
+        )
+
+
 class Engine:
     """Runs requests on one target, with a draft or without.
 
@@ -80,16 +99,13 @@ class Engine:
                 allow_mask_is_eos=allow_mask_is_eos,
             )
             assert tuple(target.tap_layer_ids) == tuple(draft.config.target_layer_ids)
-            if target.tap_stream != draft.config.tap_stream:
-                raise PairError(
-                    f"the target's taps are the stream {target.tap_stream!r} and the draft reads"
-                    f" {draft.config.tap_stream!r}; load the target with tap_stream={draft.config.tap_stream!r}"
-                )
+            _check_stream(target, draft.config)
         for name, value in (("max_rows", max_rows), ("prefill_chunk_size", prefill_chunk_size)):
             if type(value) is not int or value < 1:
                 raise RequestError(f"{name} is {value!r}; it must be a whole number of at least 1")
         self.target, self.draft, self.tokenizer = target, draft, tokenizer
         self.draft_off_reason = draft_off_reason
+        self.tap_choice: TapChoice | None = None  # of load(..., tap_stream="auto")
         self.max_rows, self.prefill_chunk_size = max_rows, prefill_chunk_size
         self._waiting: deque[Ticket] = deque()
         self._running: list[Ticket] = []

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from blockdraft.config import TAP_STREAMS, TapStream
 from blockdraft.draft import DraftModel
 from blockdraft.engine.core import Engine, check_fit
+from blockdraft.engine.tap_stream import choose_stream, settle_stream
 from blockdraft.errors import BlockdraftError, PairError, RequestError, UnavailableError
 from blockdraft.formats import read as read_checkpoint
 from blockdraft.formats.source import locate
@@ -49,6 +52,7 @@ def load(
     trust_remote_code: bool = False,
     allow_mask_is_eos: bool = False,
     block_size: int | None = None,
+    tap_stream: TapStream | Literal["auto"] | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Engine:
     """An engine for a pair; without names, for the built-in one.
@@ -57,6 +61,8 @@ def load(
     it and says so in every completion; "off" loads no draft. `dtype` holds for both halves. `progress` is called with
     what a first-time fetch is doing and the share of it that is done. `allow_mask_is_eos` consents to a draft whose
     mask id also ends or pads a text. `block_size` is for a draft whose files state none.
+    `tap_stream`: which stream of a target with two (Kimi K3) the draft reads; None is what its config says, or what is
+    known of the checkpoint; "auto" measures both on a short probe and leaves the outcome in the engine's `tap_choice`.
     """
     if speculation not in ("required", "optional", "off"):
         raise RequestError(f'speculation is {speculation!r}; allowed are "required", "optional" and "off"')
@@ -64,6 +70,10 @@ def load(
         raise RequestError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
     if block_size is not None and speculation == "off":
         raise RequestError(f"block_size is {block_size} and speculation is off; drop one of the two")
+    if tap_stream not in (None, "auto", *TAP_STREAMS):
+        raise RequestError(f'tap_stream is {tap_stream!r}; allowed are "prefix", "attn_res" and "auto"')
+    if tap_stream is not None and speculation == "off":
+        raise RequestError(f"tap_stream is {tap_stream!r} and speculation is off; drop one of the two")
     place = _checked_device(device)
     if draft is not None and target is None:
         raise PairError(f"draft {draft} needs its target; name it with target (--target on the command line)")
@@ -73,7 +83,9 @@ def load(
     model, reason = None, "speculation is switched off"
     if speculation != "off":
         try:
-            model = _load_draft(draft, target_folder, place, dtype, target is None, allow_mask_is_eos, block_size)
+            model = _load_draft(
+                draft, target_folder, place, dtype, target is None, allow_mask_is_eos, block_size, tap_stream
+            )
         except BlockdraftError as error:
             if speculation == "required":
                 raise
@@ -84,10 +96,13 @@ def load(
         dtype=DTYPES[dtype],
         device=place,
         trust_remote_code=trust_remote_code,
-        tap_stream="prefix" if model is None else model.config.tap_stream,
+        tap_stream=(None if model is None else model.config.tap_stream) or "prefix",
     )
     tokenizer = load_tokenizer(target_folder, trust_remote_code=trust_remote_code)
-    return Engine(
+    choice = None
+    if model is not None and tap_stream == "auto":
+        loaded, choice = choose_stream(loaded, model, tokenizer, allow_mask_is_eos=allow_mask_is_eos)
+    engine = Engine(
         loaded,
         model,
         tokenizer=tokenizer,
@@ -95,6 +110,8 @@ def load(
         max_rows=max_rows,
         allow_mask_is_eos=allow_mask_is_eos,
     )
+    engine.tap_choice = choice
+    return engine
 
 
 def _load_draft(
@@ -105,6 +122,7 @@ def _load_draft(
     is_builtin: bool,
     allow_mask_is_eos: bool,
     block_size: int | None,
+    tap_stream: TapStream | Literal["auto"] | None,
 ) -> DraftModel:
     from blockdraft.inspection import read_target_facts
 
@@ -114,7 +132,9 @@ def _load_draft(
     folder = builtin_draft() if draft is None else locate(draft, what="draft")
     checkpoint = read_checkpoint(folder, allow_mask_is_eos=allow_mask_is_eos, target=facts, block_size=block_size)
     check_fit(checkpoint.config, facts, own=checkpoint.tensors, allow_mask_is_eos=allow_mask_is_eos)
+    stream = settle_stream(checkpoint.config, facts, folder if draft is None else draft, asked=tap_stream)
     model = DraftModel.from_checkpoint(checkpoint, dtype=DTYPES[dtype], device=device)
+    model.config = replace(model.config, tap_stream=stream)
     if device.type == "cpu" and dtype in ("float32", "bfloat16"):
         model.pack_()
     return model

@@ -106,7 +106,7 @@ def config_from_dict(
         output_multiplier=_or(fields.pick("output_multiplier"), 1.0),
         final_logit_softcapping=_softcap(fields.pick("final_logit_softcapping")),
         has_tap_norms=_or(fields.pick("fc_norm"), False),
-        tap_stream=_or(fields.pick("aux_hidden_stream"), "prefix"),
+        tap_stream=fields.pick("aux_hidden_stream"),
         predicts_from_anchor=heads.predicts_from_anchor,
         markov=heads.markov,
         confidence=heads.confidence,
@@ -378,7 +378,7 @@ def draft_fields(config: DraftConfig) -> dict[str, Any]:
     }
     if isinstance(config.attention, MlaConfig):
         nested["attention_mode"] = "mla"
-    if config.tap_stream != "prefix":
+    if config.tap_stream is not None:
         nested["aux_hidden_stream"] = config.tap_stream
     if config.conv is not None and config.selector is not None:
         nested["conv_kernel_size"] = config.conv.kernel_size

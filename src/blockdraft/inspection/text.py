@@ -80,11 +80,11 @@ def _what(report: Mapping[str, Any]) -> Iterator[_Line]:
 def _taps_text(report: Mapping[str, Any]) -> str:
     shape = report["shape"]
     norms = ", a norm for each" if shape["has_tap_norms"] else ""
-    if shape["tap_stream"] != "prefix":
+    if shape["tap_stream"] == "attn_res":
         return f"{norms}, of the attention-residual stream"
     conventions = report["conventions"]
     is_open = conventions["has_target_two_streams"] and not conventions["is_tap_stream_declared"]
-    return norms + ("; stream not declared: prefix" if is_open else "")
+    return norms + ("; stream not declared: name it with --tap-stream" if is_open else "")
 
 
 def _layers(report: Mapping[str, Any]) -> Iterator[_Line]:

@@ -23,7 +23,12 @@ from blockdraft.train.initial import ZERO_CENTRED_NORMS
 __all__ = ["borrow", "check_target_wrote", "frozen_head"]
 
 MAX_TAP_ERROR = 0.1
-_FINAL_NORMS = ("model.norm.weight", "norm.weight", "model.language_model.norm.weight")
+_FINAL_NORMS = (
+    "model.norm.weight",
+    "norm.weight",
+    "model.language_model.norm.weight",
+    "language_model.model.norm.weight",
+)
 
 
 def borrow(target: Target, folder: Path) -> FrozenHead:

@@ -140,7 +140,8 @@ class _Run:
     def _load(self, tap_layer_ids: tuple[int, ...]) -> Target:
         device = self.parallel.device
         dtype = torch.float32 if device.type == "cpu" else None
-        return load_target(self.folder, tap_layer_ids=tap_layer_ids, dtype=dtype, device=device)
+        stream = self.recipe.draft.loaded_stream
+        return load_target(self.folder, tap_layer_ids=tap_layer_ids, dtype=dtype, device=device, tap_stream=stream)
 
     # ---- before the first step -----------------------------------------------------------------------------------
     def pass_gates(self) -> None:

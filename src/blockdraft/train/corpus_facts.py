@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from blockdraft.config import DraftConfig, require_int
+from blockdraft.config import TAP_STREAMS, DraftConfig, require_int
 from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.text import load_tokenizer
 from blockdraft.train.checks import require_one_of
@@ -31,6 +31,7 @@ class CorpusFacts:
     """A mismatch with the recipe or the target at load is an error.
 
     target_layer_ids   the taps of the draft; empty where features are computed online
+    tap_stream         which of the target's streams the taps are: "plain" where it has one; "none" without taps
     last_layer_id      the target's last layer where its output is kept for a teacher, else None
     features_dtype     of the taps on disk; "none" where they are computed online
     settings           what decides which text there is: prompts, lengths, sampling, seed
@@ -43,6 +44,7 @@ class CorpusFacts:
     vocab_size: int
     target_hidden_size: int
     target_layer_ids: tuple[int, ...]
+    tap_stream: str
     last_layer_id: int | None
     features_dtype: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -56,6 +58,7 @@ class CorpusFacts:
         for tap in self.target_layer_ids:
             require_int("an entry of target_layer_ids", tap, least=0)
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
+        require_one_of("tap_stream", self.tap_stream, "none", "plain", *TAP_STREAMS)
         require_int("target_hidden_size", self.target_hidden_size)
         require_int("vocab_size", self.vocab_size)
         if self.last_layer_id is not None:
@@ -102,6 +105,10 @@ class CorpusFacts:
             raise CheckpointError(
                 f"{path}: features_dtype is {facts.features_dtype!r} while layers {layers} are stored"
             )
+        if facts.has_taps == (facts.tap_stream == "none"):
+            raise CheckpointError(
+                f"{path}: tap_stream is {facts.tap_stream!r} while features_dtype is {facts.features_dtype!r}"
+            )
         return facts
 
     def check_fits(self, config: DraftConfig) -> None:
@@ -112,6 +119,7 @@ class CorpusFacts:
         ]
         if self.has_taps:
             pairs.insert(0, ("target_layer_ids", list(self.target_layer_ids), list(config.target_layer_ids)))
+            pairs.insert(1, ("tap_stream", self.tap_stream, config.tap_stream or "plain"))
         wrong = [f"{name} {mine} instead of {asked}" for name, mine, asked in pairs if mine != asked]
         if wrong:
             raise ConfigError(

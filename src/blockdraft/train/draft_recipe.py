@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from blockdraft.config import (
+    TAP_STREAMS,
     ConvConfig,
     DraftConfig,
     GqaConfig,
@@ -15,6 +16,7 @@ from blockdraft.config import (
     MlaConfig,
     RopeConfig,
     SelectorConfig,
+    TapStream,
     TargetFacts,
     require_bool,
     require_float,
@@ -65,7 +67,8 @@ class DraftRecipe:
     The four numbers of convolution and selector are all 0 for a DFlash draft, all above 0 for a DFlash 2 draft.
     `windows` has one number a layer, 0 for the whole context. `initial_layers` are the target layers that the draft's
     layers start as ("target_layers"), `initial_draft` the trained draft that all of it starts as ("draft": a folder, a
-    hub id, or the name of the built-in one), else empty. Exactly one of `gqa` and `mla` is given.
+    hub id, or the name of the built-in one), else empty. `tap_stream` is "plain" for a target with one stream, "prefix"
+    or "attn_res" for one with two (Kimi K3). Exactly one of `gqa` and `mla` is given.
     """
 
     num_layers: int
@@ -76,6 +79,7 @@ class DraftRecipe:
     mask_token_id: int
     learned_mask_embedding: bool
     target_layer_ids: tuple[int, ...]
+    tap_stream: str
     is_causal: bool
     windows: tuple[int, ...]
     conv_kernel_size: int
@@ -100,6 +104,7 @@ class DraftRecipe:
         require_not_negative("draft.final_logit_softcapping", self.final_logit_softcapping)
         require_int("draft.block_size", self.block_size, least=2)
         require_int("draft.mask_token_id", self.mask_token_id, least=0)
+        require_one_of("draft.tap_stream", self.tap_stream, "plain", *TAP_STREAMS)
         for name in ("learned_mask_embedding", "is_causal"):
             require_bool(f"draft.{name}", getattr(self, name))
         self._check_lists()
@@ -157,6 +162,11 @@ class DraftRecipe:
     def has_selector(self) -> bool:
         return self.selector_rank > 0
 
+    @property
+    def loaded_stream(self) -> TapStream:
+        """The stream with which the target is loaded."""
+        return next((stream for stream in TAP_STREAMS if stream == self.tap_stream), "prefix")
+
     def config(self, target: TargetFacts) -> DraftConfig:
         """The full draft configuration for this target."""
         self._check_against(target)
@@ -180,7 +190,17 @@ class DraftRecipe:
             input_embedding_scale=self.input_embedding_scale,
             output_multiplier=self.output_multiplier,
             final_logit_softcapping=self.final_logit_softcapping or None,
+            tap_stream=self._stream(target),
         )
+
+    def _stream(self, target: TargetFacts) -> TapStream | None:
+        allowed = ("plain",) if len(target.tap_streams) == 1 else target.tap_streams
+        if self.tap_stream not in allowed:
+            raise ConfigError(
+                f"draft.tap_stream is {self.tap_stream!r}, and the target is {target.model_type}: write "
+                f"{' or '.join(map(repr, allowed))}"
+            )
+        return None if self.tap_stream == "plain" else self.loaded_stream
 
     def _check_against(self, target: TargetFacts) -> None:
         if self.mask_token_id in target.eos_token_ids:

@@ -105,6 +105,7 @@ def small_copy(config: DraftConfig) -> DraftConfig:
         target_layer_ids=tuple(range(num_taps)),
         num_target_layers=num_taps,
         target_hidden_size=WIDTH,
+        tap_stream=None,  # the toy target has one
         conv=None if conv is None else replace(conv, group_size=math.gcd(conv.group_size, 8)),
         selector=None
         if selector is None

@@ -76,6 +76,11 @@ class OnlineCorpus:
                 f"the target was loaded with taps {list(self.facts.target_layer_ids)}, "
                 f"the draft reads {list(config.target_layer_ids)}"
             )
+        if self.target.tap_stream != (config.tap_stream or "prefix"):
+            raise ConfigError(
+                f"the target was loaded with taps of the stream {self.target.tap_stream}, "
+                f"the draft reads {config.tap_stream or 'prefix'}"
+            )
 
     def batch(self, indices: Sequence[int]) -> CorpusBatch:
         """The named sequences, zero-padded to the longest; taps as float32, computed now."""

@@ -175,6 +175,7 @@ class RandomCorpus:
             vocab_size=config.vocab_size,
             target_hidden_size=config.target_hidden_size,
             target_layer_ids=config.target_layer_ids,
+            tap_stream=config.tap_stream or "plain",
             last_layer_id=last,
             features_dtype="bfloat16",
         )

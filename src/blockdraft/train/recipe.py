@@ -77,6 +77,11 @@ class Recipe:
         if self.draft.block_size > self.max_length:
             raise ConfigError(f"draft.block_size is {self.draft.block_size}; max_length is only {self.max_length}")
         self._check_selector()
+        if self.loss.kind == "kl" and self.draft.tap_stream == "prefix":
+            raise ConfigError(
+                'loss.kind is "kl" and draft.tap_stream is "prefix"; a teacher needs what the final norm reads, and '
+                'that is of the stream "attn_res": set loss.kind=ce, or train on that stream'
+            )
         if self.evaluation.num_prompts > self.prompts.held_out:
             raise ConfigError(
                 f"evaluation.num_prompts is {self.evaluation.num_prompts}; prompts.held_out keeps only "

@@ -148,6 +148,7 @@ class OneText:
             vocab_size=target.facts.vocab_size,
             target_hidden_size=target.facts.hidden_size,
             target_layer_ids=target.tap_layer_ids,
+            tap_stream="plain",
             last_layer_id=target.facts.num_layers - 1,
             features_dtype="bfloat16",
         )

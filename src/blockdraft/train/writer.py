@@ -126,6 +126,7 @@ def corpus_facts(
         vocab_size=facts.vocab_size,
         target_hidden_size=facts.hidden_size,
         target_layer_ids=recipe.draft.target_layer_ids if has_taps else (),
+        tap_stream=recipe.draft.tap_stream if has_taps else "none",
         last_layer_id=facts.num_layers - 1 if has_taps and recipe.loss.kind == "kl" else None,
         features_dtype=recipe.text.features_dtype,
         settings={
@@ -244,7 +245,13 @@ class Writer:
         if name == "cuda" and torch.cuda.device_count():
             name = f"cuda:{self.rank % torch.cuda.device_count()}"
         dtype = getattr(torch, self.recipe.text.dtype)
-        return load_target(self.target_folder, tap_layer_ids=self.facts.stored_layer_ids, dtype=dtype, device=name)
+        return load_target(
+            self.target_folder,
+            tap_layer_ids=self.facts.stored_layer_ids,
+            dtype=dtype,
+            device=name,
+            tap_stream=self.recipe.draft.loaded_stream,
+        )
 
     def _mine(self, paths: Sequence[Path], done: Callable[[Path], bool]) -> tuple[list[int], list[int]]:
         """Numbers of this process's files: those that are finished, and those to be written."""

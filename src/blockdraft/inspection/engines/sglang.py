@@ -46,6 +46,13 @@ SGLANG = EngineRules(
             source="sglang PR 35784 (DFLASH capture is an alias of the DSPARK capture)",
         ),
         Rule(
+            name="tap_stream_not_declared",
+            level="unknown",
+            when=lambda draft: draft.is_kimi_k3 and draft.config.tap_stream is None,
+            text="on Kimi K3 it taps the attention-residual mixture, the file does not say which stream it means",
+            source="sglang PR 35784 (DFLASH capture is an alias of the DSPARK capture)",
+        ),
+        Rule(
             name="embedding_scale",
             level="lower_acceptance",
             when=lambda draft: draft.config.input_embedding_scale != 1.0,

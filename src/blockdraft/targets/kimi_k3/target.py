@@ -98,6 +98,10 @@ class KimiK3Target:
         self._embedding: Tensor = model.model.embed_tokens.weight
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
 
+    def with_stream(self, stream: TapStream) -> KimiK3Target:
+        """Another target around the same model, whose taps are this stream."""
+        return KimiK3Target(self._model, self.facts, self.tap_layer_ids, tap_stream=stream)
+
     def new_row(self) -> Row:
         return _KimiK3Row(self)
 

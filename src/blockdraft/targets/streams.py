@@ -1,0 +1,48 @@
+"""Targets with more than one residual stream: what of them a tap is.
+
+Owns how the parallel streams of a layer are joined into one tap, for the families where published drafts say how, and
+the choice between the two streams of Kimi K3. Knows no drafts.
+
+Letters: B rows, T positions, S parallel streams, E target width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from torch import Tensor
+
+from blockdraft.config import TapStream
+from blockdraft.errors import PairError
+
+from .contract import Target
+from .kimi_k3 import KimiK3Target
+
+__all__ = ["JOINED_STREAMS", "join_streams", "with_tap_stream"]
+
+
+def _mean_of_streams(output_BTSE: Tensor) -> Tensor:
+    """What the family's own head reads, behind the layer: the mean over its hyper-connection streams."""
+    return output_BTSE.mean(dim=2)
+
+
+# By model type of the text part. Families that are not here and put out several streams have no published meaning of
+# a tap: they are refused as tapped targets.
+JOINED_STREAMS: Mapping[str, Callable[[Tensor], Tensor]] = {"glm5_next_text": _mean_of_streams}
+
+
+def join_streams(model_type: str, output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """One stream, [B, T, E], of what a decoder layer puts out; unchanged where the family has one."""
+    hidden = output[0] if isinstance(output, tuple) else output
+    join = JOINED_STREAMS.get(model_type)
+    return hidden if join is None else join(hidden)
+
+
+def with_tap_stream(target: Target, stream: TapStream) -> Target:
+    """The same loaded model as a target whose taps are this stream. Rows of one are not rows of the other."""
+    if target.tap_stream == stream:
+        return target
+    if not isinstance(target, KimiK3Target):
+        raise PairError(f"{target.facts.model_type} has one stream of taps: leave tap_stream out")
+    return cast(Target, target.with_stream(stream))
