@@ -257,6 +257,15 @@ def test_types_of_several_kinds_and_own_tensors_come_back(tmp_path: Path, target
     assert same(formats.read(tmp_path / "d.gguf"), made)
 
 
+def test_a_block_of_another_size_than_the_file_states_is_refused(tmp_path: Path, target: Path) -> None:
+    made = checkpoint(TINY_V1)
+    formats.write(tmp_path / "d.gguf", made, dialect="gguf", target=target)
+    assert formats.read(tmp_path / "d.gguf", block_size=4).config == made.config
+    for open_ in (formats.read, formats.read_config):
+        with pytest.raises(ConfigError, match="block_size is 4 in the file and given as 3"):
+            open_(tmp_path / "d.gguf", block_size=3)
+
+
 def test_convert_there_and_back(tmp_path: Path, target: Path) -> None:
     made = checkpoint(TINY_V2)
     formats.write(tmp_path / "draft", made)
