@@ -32,6 +32,7 @@ from .hf_cache import RowCache, refusal
 from .kimi_k3 import holds_kimi_k3, load_kimi_k3
 from .recurrent import Mixers, Undo
 from .selftest import identity_of, prove
+from .streams import join_streams
 
 __all__ = ["HFTarget", "load_target"]
 
@@ -219,7 +220,7 @@ class HFTarget:
         def keep(_module: nn.Module, _args: Any, output: Any) -> None:
             capture = _capture.get()
             if capture is not None and capture.owner is self:
-                capture.outputs[layer] = output[0] if isinstance(output, tuple) else output
+                capture.outputs[layer] = join_streams(self.facts.model_type, output)
 
         return keep
 
@@ -240,8 +241,9 @@ class HFTarget:
         for layer, output in capture.outputs.items():
             if tuple(output.shape) != (1, 1, self.facts.hidden_size):
                 raise PairError(
-                    f"layer {layer} of {self.facts.model_type!r} puts out {tuple(output.shape)}, not one"
-                    f" stream of width {self.facts.hidden_size}: taps on such targets come in a later version"
+                    f"layer {layer} of {self.facts.model_type!r} puts out {tuple(output.shape)}, not one stream of"
+                    f" width {self.facts.hidden_size}, and no published draft says what of it a tap is: name another"
+                    " target"
                 )
 
 

@@ -29,7 +29,10 @@ def _mean_of_streams(output_BTSE: Tensor) -> Tensor:
 
 # By model type of the text part. Families that are not here and put out several streams have no published meaning of
 # a tap: they are refused as tapped targets.
-JOINED_STREAMS: Mapping[str, Callable[[Tensor], Tensor]] = {"glm5_next_text": _mean_of_streams}
+JOINED_STREAMS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "glm5_next": _mean_of_streams,
+    "glm5_next_text": _mean_of_streams,
+}
 
 
 def join_streams(model_type: str, output: Tensor | tuple[Tensor, ...]) -> Tensor:
