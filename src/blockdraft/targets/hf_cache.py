@@ -192,6 +192,12 @@ class RowCache(DynamicCache):
         except KeyError as error:
             raise PairError(refusal(model_type, f"a cache layer of the unknown type {error}")) from error
         self.layers: list[Any] = [_own_layer(layer, model_type) for layer in self.layers]
+        self.inputs: dict[int, Tensor] | None = None  # where set, the inputs of each layer's first convolution go here
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        if self.inputs is not None and state_idx == 0:
+            self.inputs[layer_idx] = conv_states
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     @property
     def lengths(self) -> set[int]:

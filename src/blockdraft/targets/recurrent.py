@@ -2,8 +2,9 @@
 
 Before a forward one copy is made of every state of the row. To keep the first positions of that forward, the copies
 are put back and the modules that move the states run again, alone, on the kept part of what they were given: their
-inputs depend on kept positions only, so they need no other layer. A forward of very many positions keeps its ids
-instead of those inputs and is run again whole. Nothing is run before the row's next forward asks for it.
+inputs depend on kept positions only, so they need no other layer. Modules whose recurrence is understood
+(``delta_rule.py``) are not run again, only that recurrence is. A forward of very many positions keeps its ids instead
+of those inputs and is run again whole. Nothing is run before the row's next forward asks for it.
 Owns which modules move states, their inputs, and the copies. Must not know families, taps or requests.
 
 Shapes: T positions of one forward.
@@ -14,13 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import LinearAttentionLayer
 
+from .delta_rule import DeltaMixer
 from .hf_cache import RowCache
 
 __all__ = ["Mixers", "Undo"]
@@ -29,6 +33,8 @@ _MAX_RECORDED = 256  # positions; beyond it (prefill) the inputs of every mixer 
 _NUM_TRIED = 7  # positions of the forward that shows what the mixers are given: no usual number of heads
 _STATE_CALLS = ("update_conv_state", "update_recurrent_state")
 _POSITION_CALLS = ("update", "update_indexer")
+_MAX_ERROR = 1e-5  # of a recurrence against the module's own, relative to the largest number of the state
+_MAX_ERROR_HALF = 1e-2  # in a number format of two bytes: keys and values may be rounded to a neighbour
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,10 @@ class _Call:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor))
 
     def is_by_position(self, num_fed: int) -> bool:
         """Whether every tensor that the module was given can be cut to its first positions."""
@@ -54,10 +64,35 @@ class _Call:
         self.module(*args, **{name: _cut(x, keep, num_fed) for name, x in self.kwargs.items()})
 
 
+@dataclass(frozen=True, slots=True)
+class _DeltaCall:
+    """One run of a module whose recurrence is understood: what it put into the cache, and its gates."""
+
+    delta: DeltaMixer
+    cache: RowCache
+    inputs: dict[int, Tensor]  # of the convolution, by layer; none for the single position of a row with a past
+    gates: dict[int, Tensor] = field(default_factory=dict)  # in the order of the delta's parts
+
+    @property
+    def num_bytes(self) -> int:
+        inputs = self.inputs.get(self.delta.layer_index)
+        return sum(x.nbytes for x in self.gates.values()) + (0 if inputs is None else inputs.nbytes)
+
+    def is_by_position(self, num_fed: int) -> bool:
+        return all(x.shape[1] == num_fed for x in self.gates.values())
+
+    def repeat(self, keep: int, _num_fed: int) -> None:
+        """Bring the states forward over the first ``keep`` positions."""
+        index = self.delta.layer_index
+        gates = [self.gates[part][:, :keep] for part in range(len(self.delta.parts))]
+        self.delta.replay(self.cache.layers[index], self.inputs[index][..., :keep], gates)
+
+
 @dataclass(slots=True)
 class _Recording:
     owner: Mixers
-    calls: list[_Call]
+    cache: RowCache
+    calls: list[_Call | _DeltaCall]
 
 
 # Not a field: hooks of two targets on one model, or of two threads, must not see each other.
@@ -74,11 +109,48 @@ class Mixers:
     def __init__(self, model: nn.Module, run: Callable[[Tensor, RowCache], Any], cache: RowCache) -> None:
         self._run = run
         self.modules, self.can_repeat = _watched(model, cache, run)
+        self.deltas: dict[nn.Module, DeltaMixer] = {}
         self._handles = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in self.modules]
-        calls: list[_Call] = []
-        with self.recording(calls):
-            run(torch.zeros((1, _NUM_TRIED), dtype=torch.long), cache)
-        self.can_repeat = self.can_repeat and all(call.is_by_position(_NUM_TRIED) for call in calls)
+        if not self.can_repeat:
+            return
+        self.deltas = {module: delta for module in self.modules if (delta := DeltaMixer.of(module))}
+        handles = self._watch_gates()
+        calls = self._agreeing(cache) if self.deltas else None
+        if calls is None:
+            for handle in handles:
+                handle.remove()
+            self.deltas, handles = {}, []
+            calls = self._try(cache)
+        self._handles += handles
+        self.can_repeat = all(call.is_by_position(_NUM_TRIED) for call in calls)
+
+    def _watch_gates(self) -> list[RemovableHandle]:
+        return [
+            part.register_forward_hook(partial(self._note_gate, delta, index))
+            for delta in self.deltas.values()
+            for index, part in enumerate(delta.parts)
+        ]
+
+    def _try(self, cache: RowCache) -> list[_Call | _DeltaCall]:
+        """What is noted of one forward."""
+        calls: list[_Call | _DeltaCall] = []
+        with self.recording(calls, cache):
+            self._run(torch.arange(_NUM_TRIED)[None], cache)
+        return calls
+
+    def _agreeing(self, cache: RowCache) -> list[_Call | _DeltaCall] | None:
+        """What is noted of one forward, if the recurrences of ``deltas`` lead to the states that it left."""
+        copies = [_Copy.of(layer) for layer in cache.states]
+        try:
+            calls = self._try(cache)
+            wanted = [_Copy.of(layer) for layer in cache.states]
+            for copy in copies:
+                copy.put_back()
+            for call in calls:
+                call.repeat(_NUM_TRIED, _NUM_TRIED)
+        except Exception:  # a release that changed such a module: it is run again, as any other
+            return None
+        return calls if all(one.agrees(_Copy.of(one.layer)) for one in wanted) else None
 
     def close(self) -> None:
         for handle in self._handles:
@@ -89,18 +161,33 @@ class Mixers:
         self._run(ids_1T, cache)
 
     @contextmanager
-    def recording(self, calls: list[_Call]) -> Iterator[None]:
-        """Within, what the modules are given is noted in ``calls``."""
-        token = _recording.set(_Recording(self, calls))
+    def recording(self, calls: list[_Call | _DeltaCall], cache: RowCache) -> Iterator[None]:
+        """Within, what the modules are given is noted in ``calls``, in a forward with this cache."""
+        token = _recording.set(_Recording(self, cache, calls))
+        cache.inputs = {} if self.deltas else None
         try:
             yield
         finally:
+            cache.inputs = None
             _recording.reset(token)
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recording = _recording.get()
-        if recording is not None and recording.owner is self:
+        if recording is None or recording.owner is not self:
+            return
+        delta, inputs = self.deltas.get(module), recording.cache.inputs
+        if delta is None or inputs is None:
             recording.calls.append(_Call(module, args, dict(kwargs)))
+        else:
+            recording.calls.append(_DeltaCall(delta, recording.cache, inputs))
+
+    def _note_gate(self, delta: DeltaMixer, index: int, _part: nn.Module, _args: Any, output: Tensor) -> None:
+        recording = _recording.get()
+        if recording is None or recording.owner is not self:
+            return
+        call = recording.calls[-1]
+        assert isinstance(call, _DeltaCall) and call.delta is delta
+        call.gates[index] = output
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +215,12 @@ class _Copy:
         for name, flags in self.flags.items():
             getattr(self.layer, name).update(flags)
 
+    def agrees(self, other: _Copy) -> bool:
+        """Whether another copy of the layer holds the same up to rounding."""
+        return self.flags == other.flags and all(
+            _is_close(state, other.tensors[name]) for name, state in self.tensors.items()
+        )
+
 
 class Undo:
     """What one row needs to take its last forward back, any number of times, to fewer and fewer positions."""
@@ -138,7 +231,7 @@ class Undo:
         self._ids_1T: Tensor | None = None
         self._start = self._end = 0
         self._is_stale = False
-        self._calls: list[_Call] = []
+        self._calls: list[_Call | _DeltaCall] = []
 
     @property
     def num_fed(self) -> int:
@@ -149,8 +242,7 @@ class Undo:
     def num_bytes(self) -> int:
         """The copies and the recorded inputs."""
         copies = [x for copy in self._copies for x in copy.tensors.values() if x is not None]
-        given = [x for call in self._calls for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
-        return sum(x.nbytes for x in (*copies, *given))
+        return sum(x.nbytes for x in copies) + sum(call.num_bytes for call in self._calls)
 
     def begin(self, ids_1T: Tensor) -> None:
         """Bring the states up to date and copy them: a forward of these ids follows."""
@@ -162,7 +254,7 @@ class Undo:
     def recording(self) -> AbstractContextManager[None]:
         """Surrounds the forward that follows ``begin``."""
         if self._mixers.can_repeat and self.num_fed <= _MAX_RECORDED:
-            return self._mixers.recording(self._calls)
+            return self._mixers.recording(self._calls, self._cache)
         return nullcontext()
 
     def shorten(self, length: int) -> None:
@@ -187,6 +279,13 @@ class Undo:
             self._cache.shorten(self._start)
             self._mixers.run_again(self._ids_1T[:, :keep], self._cache)
         self._is_stale = False
+
+
+def _is_close(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    limit = _MAX_ERROR if one.dtype.itemsize >= 4 else _MAX_ERROR_HALF
+    return bool((one - other).abs().max() <= limit * one.abs().max())
 
 
 def _cut(given: Any, keep: int, num_fed: int) -> Any:
