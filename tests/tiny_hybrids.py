@@ -139,13 +139,32 @@ BROKEN: dict[str, dict[str, Any]] = {
     },
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
+    "zamba": {
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "n_mamba_heads": 2,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "attention_head_dim": 16,
+        "attention_hidden_size": 64,
+    },
+    "recurrent_gemma": {
+        "lru_width": 32,
+        "attention_window_size": 16,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    },
+}
+# No cache of transformers reaches their states.
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "rwkv": {"attention_hidden_size": 32},
+    "xlstm": {"num_heads": 4, "head_dim": 8, "num_blocks": 4},
+    "minimax": {**_TURNS, "num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 16},
 }
 
 
 def tiny_hybrid(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, std: float = 0.08) -> Any:
     """A random model in evaluation mode. The usual weights are so small that a difference of rounding stays one."""
     torch.manual_seed(seed)
-    changes = {**RECURRENT, **SPARSE, **BROKEN}[family]
+    changes = {**RECURRENT, **SPARSE, **BROKEN, **ELSEWHERE}[family]
     config = tiny_config(family, **{"max_position_embeddings": 2048, **changes})
     config._experts_implementation = "eager"  # the grouped products know no float64
     if family == "glm5_next_text":

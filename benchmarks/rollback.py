@@ -1,0 +1,364 @@
+"""How exactly does each family of targets take positions back, and which families are there?
+
+Tiny random models: a prompt, then 200 blocks of random ids of which a random part is kept; the logits of what was kept
+against one forward over the same text, as a part of the largest logit. Next to it the same pieces with nothing taken
+back (rounding) and the public reference recipe on the same rounds (the crop of transformers' own cache).
+
+python -m benchmarks.rollback                            some minutes of one thread, to results/rollback.json
+python -m benchmarks.rollback --write docs/targets.md    the tables, from the result and the package's lists
+python -m benchmarks.rollback --check docs/targets.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from benchmarks import common, markdown, session
+from benchmarks.table import split
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from blockdraft.targets import Target
+
+sys.path.append(str(session.ROOT / "tests"))  # where the tiny models are
+
+BEGIN, END = "<!-- rollback:begin -->", "<!-- rollback:end -->"
+RESULT = "rollback.json"
+NUM_ROUNDS, WIDTH, NUM_PROMPT, SEED = 200, 6, 9, 0
+MAX_LENGTH = 2048
+DTYPES = ("float64", "float32")
+_FUSED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"use_sliding_window": False, "layer_types": ["full_attention"] * 4},
+}
+
+
+# ---- the rounds ----------------------------------------------------------------------------------------------------
+Round: TypeAlias = tuple[list[int], int]  # ids of the block, how many are kept
+Maker: TypeAlias = "Callable[[torch.dtype], tuple[Target, Any]]"
+
+
+def rounds(vocab_size: int, num_rounds: int, seed: int = SEED) -> list[Round]:
+    """The prompt, all of it kept, and blocks of one or WIDTH ids of which none to all are."""
+    draw = random.Random(seed)
+    made: list[Round] = [([draw.randrange(3, vocab_size) for _ in range(NUM_PROMPT)], NUM_PROMPT)]
+    for _ in range(num_rounds):
+        count = draw.choice([1, WIDTH, WIDTH, WIDTH])
+        made.append(([draw.randrange(3, vocab_size) for _ in range(count)], draw.randrange(count + 1)))
+    return made
+
+
+def kept_of(blocks: Iterable[Round]) -> list[int]:
+    return [i for ids, keep in blocks for i in ids[:keep]]
+
+
+def error_of(feed: Callable[[Tensor, int], Tensor], blocks: list[Round], expected_TV: Tensor) -> float:
+    """The worst difference of the logits of kept positions, as a part of the largest logit.
+
+    `feed` takes ids and how many of them stay, and gives the logits of those that stay.
+    """
+    import torch
+
+    found_TV = torch.cat([feed(torch.tensor(ids), keep) for ids, keep in blocks])
+    return float((found_TV - expected_TV).abs().max() / expected_TV.abs().max())
+
+
+def measure(target: Target, num_rounds: int = NUM_ROUNDS) -> dict[str, float]:
+    """`error` of a row with positions taken back, `rounding` of one that was never given them."""
+    import torch
+
+    blocks = rounds(target.facts.vocab_size, num_rounds)
+    [whole, taken, honest] = [target.new_row() for _ in range(3)]
+    [expected] = target.forward([torch.tensor(kept_of(blocks))], [whole])
+
+    def take_back(ids: Tensor, keep: int) -> Tensor:
+        [scored] = target.forward([ids], [taken])
+        target.rollback([taken], [keep])
+        return scored.logits_TV[:keep]
+
+    def leave_out(ids: Tensor, keep: int) -> Tensor:
+        return target.forward([ids[:keep]], [honest])[0].logits_TV if keep else expected.logits_TV[:0]
+
+    try:
+        return {
+            "error": error_of(take_back, blocks, expected.logits_TV),
+            "rounding": error_of(leave_out, blocks, expected.logits_TV),
+        }
+    finally:
+        for row in (whole, taken, honest):
+            target.free(row)
+
+
+def reference(model: Any, num_rounds: int = NUM_ROUNDS) -> dict[str, Any]:
+    """The same rounds by the public recipe: a recording cache of transformers, cropped behind every block."""
+    import torch
+    from transformers import DynamicCache
+
+    blocks = rounds(model.get_input_embeddings().weight.shape[0], num_rounds)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+
+    def crop(ids: Tensor, keep: int) -> Tensor:
+        logits_TV: Tensor = model(ids[None], cache=cache, use_cache=True).logits[0, :keep]
+        cache.crop(keep - len(ids))
+        return logits_TV
+
+    with torch.inference_mode():
+        expected_TV = model(torch.tensor([kept_of(blocks)]), use_cache=False).logits[0]
+        try:
+            error = error_of(crop, blocks, expected_TV)
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as fault:
+            return {"outcome": type(fault).__name__, "is_croppable": bool(cache.is_croppable)}
+    return {"outcome": "ran", "error": error, "is_croppable": bool(cache.is_croppable)}
+
+
+# ---- the families --------------------------------------------------------------------------------------------------
+def families() -> dict[str, Maker]:
+    """Name -> maker of a tiny target and of the transformers model in it (None: it has none), in the table's order."""
+    import tiny_hybrids
+    import tiny_targets
+
+    made: dict[str, Maker] = {family: _attention(family) for family in tiny_targets.ATTENTION_ONLY}
+    made |= {f"{family}, fused": _fused(family) for family in _FUSED}
+    made |= {family: _hybrid(family) for family in (*tiny_hybrids.SPARSE, *tiny_hybrids.RECURRENT)}
+    return {**made, "kimi_k3": _kimi_k3}
+
+
+def _attention(family: str, **changes: Any) -> Maker:
+    def make(dtype: torch.dtype) -> tuple[Target, Any]:
+        from blockdraft.targets import HFTarget
+        from tiny_targets import tiny_model
+
+        model = tiny_model(family, dtype=dtype, max_position_embeddings=MAX_LENGTH, **changes)
+        return HFTarget(model), model
+
+    return make
+
+
+def _hybrid(family: str) -> Maker:
+    def make(dtype: torch.dtype) -> tuple[Target, Any]:
+        from blockdraft.targets import HFTarget
+        from tiny_hybrids import tiny_hybrid
+
+        model = tiny_hybrid(family, dtype=dtype)
+        return HFTarget(model), model
+
+    return make
+
+
+def _fused(family: str) -> Maker:
+    def make(dtype: torch.dtype) -> tuple[Target, Any]:
+        from blockdraft.targets.fused import FusedTarget
+
+        plain, model = _attention(family, **_FUSED[family])(dtype)
+        return FusedTarget(model, plain.facts, (), pack=dtype.itemsize == 4), model
+
+    return make
+
+
+def _kimi_k3(dtype: torch.dtype) -> tuple[Target, Any]:
+    from blockdraft.config import TargetFacts
+    from blockdraft.targets.kimi_k3 import KimiK3Target
+    from kimi_k3_kit import edited, tiny_model
+
+    facts = TargetFacts.from_config(edited(max_position_embeddings=MAX_LENGTH))
+    return KimiK3Target(tiny_model(dtype=dtype, max_position_embeddings=MAX_LENGTH), facts), None
+
+
+def method(target: Any) -> str:
+    """How a target takes positions back, from what it is made of."""
+    from blockdraft.targets import HFTarget
+    from blockdraft.targets.kimi_k3 import KimiK3Target
+
+    if isinstance(target, KimiK3Target):
+        return "each state is summed anew from the tape of its writes"
+    mixers = target._mixers if isinstance(target, HFTarget) else None
+    if mixers is None:
+        return "a counter is moved back"
+    if not mixers.can_repeat:
+        return "states are put back, the kept part is run again whole"
+    return f"states are put back, {len(mixers.modules)} mixers run again on the kept part"
+
+
+def refused() -> dict[str, dict[str, Any]]:
+    """What transformers itself does with each family that is refused: one forward, and the same ids in three."""
+    from blockdraft.config import REFUSED_RECURRENT_MODEL_TYPES
+    from tiny_hybrids import tiny_hybrid
+
+    return {family: pieces(tiny_hybrid(family, std=0.25)) for family in sorted(REFUSED_RECURRENT_MODEL_TYPES)}
+
+
+def pieces(model: Any) -> dict[str, Any]:
+    """How far off the logits of a transformers model are when its own cache carries it over two cuts."""
+    import torch
+    from transformers import DynamicCache
+
+    if not takes_cache(model):
+        return {"outcome": "takes no cache of transformers"}
+    ids_1T = torch.tensor([kept_of(rounds(model.get_input_embeddings().weight.shape[0], 30))])[:, :60]
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        expected_TV = model(ids_1T, use_cache=False).logits[0]
+        try:
+            found = [model(part, cache=cache, use_cache=True).logits[0] for part in ids_1T.split(20, dim=1)]
+        except (ValueError, AttributeError):
+            return {"outcome": "insists on a cache of its own"}
+    return {"outcome": "ran", "error": float((torch.cat(found) - expected_TV).abs().max() / expected_TV.abs().max())}
+
+
+def takes_cache(model: Any) -> bool:
+    """Whether a model takes a cache of transformers."""
+    return "cache" in inspect.signature(model.forward).parameters
+
+
+# ---- running -------------------------------------------------------------------------------------------------------
+def run(names: Iterable[str], num_rounds: int = NUM_ROUNDS) -> Iterable[dict[str, Any]]:
+    """One entry per family."""
+    import torch
+
+    makers = families()
+    for name in names:
+        start = time.perf_counter()
+        entry: dict[str, Any] = {"family": name}
+        for word in DTYPES:
+            target, model = makers[name](getattr(torch, word))
+            entry |= {"method": method(target), word: measure(target, num_rounds)}
+            if hasattr(target, "close"):
+                target.close()
+            if word == "float64":
+                entry["reference"] = (
+                    {"outcome": "not in transformers"} if model is None else reference(model, num_rounds)
+                )
+        session.note(f"{name}: {entry['float64']['error']:.0e}, {time.perf_counter() - start:.1f} s")
+        yield entry
+
+
+def result(options: argparse.Namespace) -> dict[str, Any]:
+    settings = {"device": "cpu", "threads": options.threads, "dtype": " and ".join(DTYPES), "seed": SEED}
+    facts = session.run_facts(argparse.Namespace(device="cpu"))
+    return {
+        "what": "worst difference of kept positions' logits from one forward over the kept text, of the largest logit",
+        "settings": {**settings, "rounds": NUM_ROUNDS, "width": WIDTH, "prompt": NUM_PROMPT},
+        "runs": [facts],
+        "refused": refused(),
+        "families": list(run(families())),
+    }
+
+
+# ---- the tables ----------------------------------------------------------------------------------------------------
+def block(found: Mapping[str, Any]) -> str:
+    """What stands between the marks."""
+    return "\n\n".join([_standing(found), _exactness(found)])
+
+
+def _standing(found: Mapping[str, Any]) -> str:
+    """Which families with state are run, tried or refused, from the package's own lists."""
+    from blockdraft.config import PROVEN_RECURRENT_MODEL_TYPES, REFUSED_RECURRENT_MODEL_TYPES
+    from blockdraft.config.pairing import _RECURRENT_MODEL_TYPES
+
+    tried = _RECURRENT_MODEL_TYPES - PROVEN_RECURRENT_MODEL_TYPES - REFUSED_RECURRENT_MODEL_TYPES
+    rows = [
+        ["proven", _names(PROVEN_RECURRENT_MODEL_TYPES), "the table below and the tests, with transformers 5.24"],
+        ["self-tested at load", _names(tried) + ", and any that is not named here", "what the self-test finds"],
+    ]
+    reasons: dict[str, list[str]] = {}
+    for family in sorted(REFUSED_RECURRENT_MODEL_TYPES):
+        reasons.setdefault(_reason(found["refused"][family]), []).append(family)
+    rows += [["refused", _names(families), reason] for reason, families in reasons.items()]
+    return _table(["families with recurrent or convolution state", "`model_type`", "why"], rows)
+
+
+def _reason(seen: Mapping[str, Any]) -> str:
+    if seen["outcome"] == "ran":
+        return "its own forward of several ids after others forgets the state: a block cannot be scored"
+    return f"its states are out of reach: it {seen['outcome']}"
+
+
+def _names(families: Iterable[str]) -> str:
+    return ", ".join(f"`{family}`" for family in sorted(families))
+
+
+def _exactness(found: Mapping[str, Any]) -> str:
+    settings, facts = found["settings"], found["runs"][-1]
+    heads = ["family", "how positions are taken back", "float64", "float32", "float32, nothing taken back"]
+    rows = [
+        [
+            entry["family"],
+            entry["method"],
+            f"{entry['float64']['error']:.0e}",
+            f"{entry['float32']['error']:.0e}",
+            f"{entry['float32']['rounding']:.0e}",
+            _reference(entry["reference"]),
+        ]
+        for entry in found["families"]
+    ]
+    machine, versions = facts["machine"], facts["versions"]
+    commit = (facts["commit"] or "unknown")[:10] + ("+" if facts["is_dirty"] else "")
+    return "\n".join(
+        [
+            f"**Worst difference over {settings['rounds']} blocks of random acceptance, of the largest logit**",
+            "",
+            _table([*heads, "reference recipe, float64"], rows),
+            "",
+            f"<sub>{machine['cpu']}, {markdown.threads(found)}, {machine['os']}, Python {versions['python']}, torch "
+            f"{versions['torch']}, transformers {versions['transformers']}, {facts['date_utc'][:10]}, commit {commit}"
+            "</sub>",
+        ]
+    )
+
+
+def _reference(seen: Mapping[str, Any]) -> str:
+    if seen["outcome"] == "not in transformers":
+        return "not in transformers"
+    if seen["outcome"] != "ran":
+        return f"no crop ({seen['outcome']})"
+    return f"{seen['error']:.0e}" + ("" if seen["is_croppable"] else " *")
+
+
+def _table(heads: list[str], rows: Iterable[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+
+
+def written(text: str, found: Mapping[str, Any]) -> str:
+    """The text of a file with everything between its marks made anew."""
+    before, _, after = split(text, BEGIN, END)
+    return f"{before}\n{block(found)}\n{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=session.ROOT / "results")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--write", type=Path, metavar="FILE")
+    action.add_argument("--check", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    file = options.results / RESULT
+    if options.write:
+        options.write.write_text(written(options.write.read_text("utf-8"), markdown.read(file)), encoding="utf-8")
+    elif options.check:
+        text = options.check.read_text("utf-8")
+        if written(text, markdown.read(file)) != text:
+            print(f"{options.check.name} does not show the results; run python -m benchmarks.rollback --write")
+            return 1
+    else:
+        import torch
+
+        torch.set_num_threads(options.threads)
+        common.write_json(file, result(options))
+    return 0
+
+
+if __name__ == "__main__":
+    session.finish(main)
