@@ -198,7 +198,11 @@ def method(target: Any) -> str:
         return "a counter is moved back"
     if not mixers.can_repeat:
         return "states are put back, the kept part is run again whole"
-    return f"states are put back, {len(mixers.modules)} mixers run again on the kept part"
+    num_deltas = len(mixers.deltas)
+    parts = [f"the recurrence of {num_deltas} mixers runs again"] if num_deltas else []
+    if num_whole := len(mixers.modules) - num_deltas:
+        parts.append(f"{num_whole} mixer{'s'[: num_whole != 1]} run{'s'[: num_whole == 1]} again whole")
+    return f"states are put back; on the kept part, {' and '.join(parts)}"
 
 
 def refused() -> dict[str, dict[str, Any]]:
