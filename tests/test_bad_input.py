@@ -178,8 +178,8 @@ def assert_says(message: str, pattern: str) -> None:
         ({"hidden_size": 64}, "width of the taps: the draft is made for 32, the target has 64"),
         ({"num_hidden_layers": 5}, "target layers: the draft is made for 3, the target has 5"),
         ({"num_hidden_layers": 2}, r"taps \[2\] do not exist: the target's last layer is 1"),
-        ({"model_type": "qwen3_next"}, "qwen3_next keeps recurrent state"),
-        ({"layer_types": ["linear_attention"] * 3}, "keeps recurrent state"),
+        ({"model_type": "jamba"}, "jamba keeps recurrent state that cannot be taken back"),
+        ({"layer_types": ["linear_attention"] * 3}, "a cache of its own config that its forward cannot use"),
         ({"eos_token_id": MASK_ID}, f"mask id {MASK_ID} is the target's end of text id"),
     ],
 )

@@ -47,6 +47,18 @@ def test_a_model_that_forgets_its_state_between_forwards_is_refused(
     assert not list(tmp_path.rglob("*.json"))  # a refusal is not remembered
 
 
+@pytest.mark.parametrize(
+    "kinds", [["linear_attention"] * 4, ["linear_attention", "full_attention"] * 2, ["conv", "full_attention"] * 2]
+)
+def test_a_config_whose_layers_are_not_the_models_is_refused_in_one_line(kinds: list[str]) -> None:
+    model = tiny_model("llama")
+    model.config.layer_types = kinds
+    with pytest.raises(PairError, match=r"'llama' has a cache of its own config that its forward cannot use") as caught:
+        HFTarget(model, (1,))
+    assert "\n" not in str(caught.value)
+    assert not any(layer._forward_hooks for layer in model.model.layers)
+
+
 def test_a_model_that_takes_no_key_value_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("rwkv", **_RWKV))
     monkeypatch.setattr("blockdraft.targets.hf.REFUSED_RECURRENT_MODEL_TYPES", frozenset())

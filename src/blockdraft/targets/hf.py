@@ -228,8 +228,13 @@ class HFTarget:
         """Feed one id: state kept elsewhere, or taps of another shape, show now and not in a request."""
         capture = _Capture(self)
         cache = RowCache(self._config, self.facts.model_type)
-        with torch.inference_mode(), capture:
-            self._run(torch.zeros((1, 1), dtype=torch.long, device=self.device), cache, 0)
+        try:
+            with torch.inference_mode(), capture:
+                self._run(torch.zeros((1, 1), dtype=torch.long, device=self.device), cache, 0)
+        except (ValueError, TypeError, AttributeError, LookupError) as error:  # of code that meets a wrong cache
+            reason = " ".join(str(error).split())[:160]
+            what = f"a cache of its own config that its forward cannot use ({reason})"
+            raise PairError(refusal(self.facts.model_type, what)) from error
         has_states = any(any(layer.has_previous_state.values()) for layer in cache.states)
         if cache.lengths != {1} and not (has_states and cache.lengths <= {1}):
             raise PairError(refusal(self.facts.model_type, "state outside its key/value cache"))
