@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from blockdraft.config import TapStream, TargetFacts
-from blockdraft.errors import PairError
+from blockdraft.errors import PairError, RequestError
 
-__all__ = ["Row", "Scored", "Target", "checked_taps"]
+__all__ = ["Row", "Scored", "Target", "check_forward", "checked_taps"]
 
 
 class Row(ABC):
@@ -31,6 +31,11 @@ class Row(ABC):
     @abstractmethod
     def num_bytes(self) -> int:
         """Memory that this row's state holds now, spare room included."""
+
+    @property
+    @abstractmethod
+    def was_freed(self) -> bool:
+        """Whether the target has let go of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +108,21 @@ def checked_taps(tap_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ..
             f" 0..{num_layers - 1} are needed; is this the target that the draft was trained for?"
         )
     return taps
+
+
+def check_forward(ids: Sequence[Tensor], rows: Sequence[Row], num_logits: int | None, *, max_length: int) -> None:
+    """Nothing; an error if ``Target.forward`` may not be called so. The rows are known to be the target's own."""
+    if len(ids) != len(rows) or len(set(map(id, rows))) != len(rows):
+        raise ValueError(f"{len(ids)} id vectors for {len(rows)} rows: one for each, no row twice")
+    if num_logits is not None and num_logits < 0:
+        raise ValueError(f"num_logits is {num_logits}: 0, a positive number or None")
+    for x, row in zip(ids, rows, strict=True):
+        if row.was_freed:
+            raise ValueError("this row was freed")
+        if x.dim() != 1 or x.shape[0] == 0:
+            raise ValueError(f"ids of shape {tuple(x.shape)}: a vector of at least one id is needed")
+        if row.num_positions + x.shape[0] > max_length:
+            raise RequestError(
+                f"{row.num_positions} + {x.shape[0]} positions do not fit: this target takes at most"
+                f" {max_length}; shorten the prompt or ask for fewer tokens"
+            )

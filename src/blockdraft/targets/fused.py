@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdraft.config import TapStream, TargetFacts
-from blockdraft.errors import PairError, RequestError
+from blockdraft.errors import PairError
 from blockdraft.packed import PackedLinear, can_pack
 
-from .contract import Row, Scored
+from .contract import Row, Scored, check_forward
 
 __all__ = ["FusedTarget", "can_fuse"]
 
@@ -84,6 +84,10 @@ class _FusedRow(Row):
     def num_bytes(self) -> int:
         return 0 if self.room is None else self.room.nbytes
 
+    @property
+    def was_freed(self) -> bool:
+        return self.is_free
+
 
 class FusedTarget:
     """A target that holds the fused weights of a transformers model; the model itself may be dropped afterwards.
@@ -122,7 +126,7 @@ class FusedTarget:
     def forward(self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None) -> list[Scored]:
         """One ``Scored`` per row, all rows in one pass; on an error every row is as it was."""
         owned = [self._owned(row) for row in rows]
-        self._check_call(ids, owned, num_logits)
+        check_forward(ids, owned, num_logits, max_length=self.facts.max_length)
         if not owned:
             return []
         lengths = [x.shape[0] for x in ids]
@@ -274,22 +278,6 @@ class FusedTarget:
         if not isinstance(row, _FusedRow) or row.owner is not self:
             raise ValueError("this row belongs to another target")
         return row
-
-    def _check_call(self, ids: Sequence[Tensor], rows: list[_FusedRow], num_logits: int | None) -> None:
-        if len(ids) != len(rows) or len(set(map(id, rows))) != len(rows):
-            raise ValueError(f"{len(ids)} id vectors for {len(rows)} rows: one for each, no row twice")
-        if num_logits is not None and num_logits < 0:
-            raise ValueError(f"num_logits is {num_logits}: 0, a positive number or None")
-        for x, row in zip(ids, rows, strict=True):
-            if row.is_free:
-                raise ValueError("this row was freed")
-            if x.dim() != 1 or x.shape[0] == 0:
-                raise ValueError(f"ids of shape {tuple(x.shape)}: a vector of at least one id is needed")
-            if row.length + x.shape[0] > self.facts.max_length:
-                raise RequestError(
-                    f"{row.length} + {x.shape[0]} positions do not fit: this target takes at most"
-                    f" {self.facts.max_length}; shorten the prompt or ask for fewer tokens"
-                )
 
     def _fused_layer(self, layer: Any, pack: bool) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.config import REFUSED_RECURRENT_MODEL_TYPES, TapStream, TargetFacts, token_ids
-from blockdraft.errors import CheckpointError, PairError, RequestError, UnavailableError
+from blockdraft.errors import CheckpointError, PairError, UnavailableError
 from blockdraft.packed import pack_linears_
 
-from .contract import Row, Scored, Target, checked_taps
+from .contract import Row, Scored, Target, check_forward, checked_taps
 from .fused import FusedTarget, can_fuse
 from .hf_attention import use_grouped_attention_
 from .hf_cache import RowCache, refusal
@@ -55,6 +55,10 @@ class _HFRow(Row):
     def num_bytes(self) -> int:
         beside = 0 if self.undo is None else self.undo.num_bytes
         return 0 if self.cache is None else self.cache.num_bytes + beside
+
+    @property
+    def was_freed(self) -> bool:
+        return self.cache is None
 
     def shorten(self, length: int) -> None:
         """Forget all but the first ``length`` positions; those forgotten belong to the last forward."""
@@ -133,7 +137,7 @@ class HFTarget:
     def forward(self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None) -> list[Scored]:
         """One ``Scored`` per row; rows are run one after another, and on an error every row is as it was."""
         owned = [self._owned(row) for row in rows]
-        self._check_call(ids, owned, num_logits)
+        check_forward(ids, owned, num_logits, max_length=self.facts.max_length)
         before = [row.length for row in owned]
         try:
             return [self._score(x, row, num_logits) for x, row in zip(ids, owned, strict=True)]
@@ -169,22 +173,6 @@ class HFTarget:
         if not isinstance(row, _HFRow) or row.owner is not self:
             raise ValueError("this row belongs to another target")
         return row
-
-    def _check_call(self, ids: Sequence[Tensor], rows: list[_HFRow], num_logits: int | None) -> None:
-        if len(ids) != len(rows) or len(set(map(id, rows))) != len(rows):
-            raise ValueError(f"{len(ids)} id vectors for {len(rows)} rows: one for each, no row twice")
-        if num_logits is not None and num_logits < 0:
-            raise ValueError(f"num_logits is {num_logits}: 0, a positive number or None")
-        for x, row in zip(ids, rows, strict=True):
-            if row.cache is None:
-                raise ValueError("this row was freed")
-            if x.dim() != 1 or x.shape[0] == 0:
-                raise ValueError(f"ids of shape {tuple(x.shape)}: a vector of at least one id is needed")
-            if row.length + x.shape[0] > self.facts.max_length:
-                raise RequestError(
-                    f"{row.length} + {x.shape[0]} positions do not fit: this target takes at most"
-                    f" {self.facts.max_length}; shorten the prompt or ask for fewer tokens"
-                )
 
     def _score(self, ids_T: Tensor, row: _HFRow, num_logits: int | None) -> Scored:
         num_new = ids_T.shape[0]

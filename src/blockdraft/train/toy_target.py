@@ -30,6 +30,7 @@ class _ToyRow(Row):
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.num_last = 0
+        self.is_free = False
 
     @property
     def num_positions(self) -> int:
@@ -38,6 +39,10 @@ class _ToyRow(Row):
     @property
     def num_bytes(self) -> int:
         return 8 * len(self.ids)
+
+    @property
+    def was_freed(self) -> bool:
+        return self.is_free
 
 
 class ToyTarget:
@@ -79,7 +84,7 @@ class ToyTarget:
 
     def free(self, row: Row) -> None:
         assert isinstance(row, _ToyRow)
-        row.ids = []
+        row.ids, row.is_free = [], True
 
     def forward(self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None) -> list[Scored]:
         return [self._score(x.tolist(), row, num_logits) for x, row in zip(ids, rows, strict=True)]

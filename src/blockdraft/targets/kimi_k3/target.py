@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.config import TapStream, TargetFacts
-from blockdraft.errors import RequestError
-from blockdraft.targets.contract import Row, Scored
+from blockdraft.targets.contract import Row, Scored, check_forward
 
 from .delta import DeltaState, Tape
 from .model import KimiK3Model, Memory
@@ -49,6 +48,10 @@ class _KimiK3Row(Row, Memory):
         held = [room.nbytes for room in self.rooms.values()]
         held += [state.num_bytes for state in self.states.values()]
         return sum(held) + sum(tape.num_bytes for tape in self.tapes.values())
+
+    @property
+    def was_freed(self) -> bool:
+        return self.is_free
 
     def latents(self, layer: int, new_TQ: Tensor) -> Tensor:
         end = self.length + new_TQ.shape[0]
@@ -111,7 +114,7 @@ class KimiK3Target:
     def forward(self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None) -> list[Scored]:
         """One ``Scored`` per row, all rows in one pass; on an error every row is as it was."""
         owned = [self._owned(row) for row in rows]
-        self._check_call(ids, owned, num_logits)
+        check_forward(ids, owned, num_logits, max_length=self.facts.max_length)
         if not owned:
             return []
         lengths = [x.shape[0] for x in ids]
@@ -152,22 +155,6 @@ class KimiK3Target:
         if not isinstance(row, _KimiK3Row) or row.owner is not self:
             raise ValueError("this row belongs to another target")
         return row
-
-    def _check_call(self, ids: Sequence[Tensor], rows: list[_KimiK3Row], num_logits: int | None) -> None:
-        if len(ids) != len(rows) or len(set(map(id, rows))) != len(rows):
-            raise ValueError(f"{len(ids)} id vectors for {len(rows)} rows: one for each, no row twice")
-        if num_logits is not None and num_logits < 0:
-            raise ValueError(f"num_logits is {num_logits}: 0, a positive number or None")
-        for x, row in zip(ids, rows, strict=True):
-            if row.is_free:
-                raise ValueError("this row was freed")
-            if x.dim() != 1 or x.shape[0] == 0:
-                raise ValueError(f"ids of shape {tuple(x.shape)}: a vector of at least one id is needed")
-            if row.length + x.shape[0] > self.facts.max_length:
-                raise RequestError(
-                    f"{row.length} + {x.shape[0]} positions do not fit: this target takes at most"
-                    f" {self.facts.max_length}; shorten the prompt or ask for fewer tokens"
-                )
 
     def _logits_of(self, hidden_FD: Tensor, lengths: list[int], num_logits: int | None) -> list[Tensor]:
         if num_logits == 0:
