@@ -40,7 +40,7 @@ def test_a_model_that_forgets_its_state_between_forwards_is_refused(
     model.config.max_position_embeddings = 2048  # what a family without a maximum would have to say
     with pytest.raises(PairError, match=rf"'{family}'.*lost between forwards"):
         HFTarget(model)
-    monkeypatch.setattr("blockdraft.targets.hf.REFUSED_RECURRENT_MODEL_TYPES", frozenset())
+    monkeypatch.setattr("blockdraft.targets.model_facts.REFUSED_RECURRENT_MODEL_TYPES", frozenset())
     with pytest.raises(PairError, match=rf"'{family}'.*fed in pieces"):
         HFTarget(model)
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -61,7 +61,7 @@ def test_a_config_whose_layers_are_not_the_models_is_refused_in_one_line(kinds: 
 
 def test_a_model_that_takes_no_key_value_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("rwkv", **_RWKV))
-    monkeypatch.setattr("blockdraft.targets.hf.REFUSED_RECURRENT_MODEL_TYPES", frozenset())
+    monkeypatch.setattr("blockdraft.targets.model_facts.REFUSED_RECURRENT_MODEL_TYPES", frozenset())
     with pytest.raises(BlockdraftError, match="rwkv"):
         HFTarget(model)
 

@@ -22,7 +22,7 @@ from blockdraft.engine.load import builtin_draft
 from blockdraft.errors import UnavailableError
 from blockdraft.formats import zlab
 from blockdraft.targets import HFTarget, ensure_target
-from blockdraft.targets.hf import load_model
+from blockdraft.targets.loading import load_model
 from blockdraft.text import load_tokenizer
 from blockdraft.train.export import export_draft
 from tiny_targets import VOCAB, tiny_model

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .contract import Row, Scored, Target
-    from .hf import HFTarget, load_target
+    from .hf import HFTarget
+    from .loading import load_target
     from .smollm2 import default_cache_dir, ensure_target
 
 __all__ = ["HFTarget", "Row", "Scored", "Target", "default_cache_dir", "ensure_target", "load_target"]
@@ -19,7 +20,7 @@ _HOME = {
     "Scored": "contract",
     "Target": "contract",
     "HFTarget": "hf",
-    "load_target": "hf",
+    "load_target": "loading",
     "default_cache_dir": "smollm2",
     "ensure_target": "smollm2",
 }

@@ -1,40 +1,33 @@
 """Any causal language model of transformers as a target, also one with recurrent or convolution states.
 
-Owns: loading, the refusal of families that cannot be rolled back, taps, rows. Must not know drafts or
-requests. The model is used through what every family shares (``get_decoder().layers``, the embedding and head
-accessors, the cache calls), never through a family's own names.
+Owns: taps, rows, rollback, the refusal of models that keep state elsewhere. Must not know drafts, requests or files.
+The model is used through what every family shares (``get_decoder().layers``, the embedding and head accessors, the
+cache calls), never through a family's own names.
 
 Shapes: T positions fed to the target, N taps, E target width, V vocabulary rows.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar, Token
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from blockdraft.config import REFUSED_RECURRENT_MODEL_TYPES, TapStream, TargetFacts, token_ids
-from blockdraft.errors import CheckpointError, PairError, UnavailableError
-from blockdraft.packed import pack_linears_
+from blockdraft.config import TapStream
+from blockdraft.errors import PairError
 
-from .contract import Row, Scored, Target, check_forward, checked_taps
-from .fused import FusedTarget, can_fuse
-from .hf_attention import use_grouped_attention_
+from .contract import Row, Scored, check_forward, checked_taps
 from .hf_cache import RowCache, refusal
-from .kimi_k3 import holds_kimi_k3, load_kimi_k3
+from .model_facts import cache_word, decoder_of, facts_of
 from .recurrent import Mixers, Undo
 from .selftest import identity_of, prove
 from .streams import join_streams
 
-__all__ = ["HFTarget", "load_target"]
+__all__ = ["HFTarget"]
 
 
 class _HFRow(Row):
@@ -97,7 +90,7 @@ class HFTarget:
         self._model = cast(Any, model)
         self._config = self._model.config
         self._text_config = self._config.get_text_config(decoder=True)
-        self.facts = _facts_of(self._model)
+        self.facts = facts_of(self._model)
         self._cache_word = cache_word(self._model, self.facts.model_type)
         self._decoder, self._layers = decoder_of(self._model, self.facts)
         self.tap_layer_ids = checked_taps(tap_layer_ids, len(self._layers))
@@ -238,197 +231,3 @@ class HFTarget:
                     f" width {self.facts.hidden_size}, and no published draft says what of it a tap is: name another"
                     " target"
                 )
-
-
-def load_target(
-    name_or_path: str | Path,
-    *,
-    tap_layer_ids: Sequence[int] = (),
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    pack: bool | None = None,
-    fused: bool | None = None,
-    trust_remote_code: bool = False,
-    tap_stream: TapStream = "prefix",
-) -> Target:
-    """The target in a local folder or of a hub id, ready to run.
-
-    dtype None: as stored. pack: weights and attention in the form that is fastest on the CPU, the same up to
-    rounding; None does it wherever it pays. fused: one pass for all rows, for the families that have it; None uses it
-    wherever it is there. The family and the taps are checked before any weight is read. tap_stream: which of the two
-    streams of a target with attention residuals (Kimi K3) the taps are.
-    """
-    source = str(name_or_path)
-    place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise UnavailableError(f"device {device!r} was asked for and no CUDA device is here: use device 'cpu'")
-    folder = Path(source).expanduser()
-    if holds_kimi_k3(folder):
-        if fused:
-            raise UnavailableError("fused=True was asked for, and Kimi K3 has no other form here: pass fused=None")
-        return load_kimi_k3(folder, tap_layer_ids, tap_stream=tap_stream, dtype=dtype, device=place, pack=pack)
-    if tap_stream != "prefix":
-        raise PairError(f"taps of the stream {tap_stream!r} were asked for: only Kimi K3 has it; is this its target?")
-    model = load_model(source, tap_layer_ids, dtype=dtype, trust_remote_code=trust_remote_code)
-    model.to(place)
-    can_pack = place.type == "cpu" and not hasattr(model.config, "quantization_config")
-    if pack and not can_pack:
-        raise UnavailableError(
-            f"pack=True needs an unquantised target on the CPU, this one is on {place}: pass pack=None"
-        )
-    should_pack = can_pack if pack is None else pack
-    if fused and not can_fuse(model):
-        raise UnavailableError(
-            f"fused=True was asked for, and {model.config.model_type!r} has no fused form here: pass fused=None"
-        )
-    if fused or (fused is None and can_fuse(model)):
-        taps = checked_taps(tap_layer_ids, len(model.model.layers))
-        return FusedTarget(model.eval(), _facts_of(model), taps, pack=should_pack)
-    if should_pack:
-        pack_linears_(model)
-        use_grouped_attention_(model)
-    return HFTarget(model, tap_layer_ids)
-
-
-def load_model(
-    source: str, tap_layer_ids: Sequence[int], *, dtype: torch.dtype | None, trust_remote_code: bool = False
-) -> Any:
-    """The transformers model itself, whole and without gradients; its family and the taps are checked first."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    _check_folder(source)
-    config = _read(AutoConfig, source, trust_remote_code=trust_remote_code)
-    facts = _declared_facts(config)
-    checked_taps(tap_layer_ids, facts.num_layers)
-    model, found = _read(
-        AutoModelForCausalLM,
-        source,
-        dtype="auto" if dtype is None else dtype,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-    )
-    if missing := sorted(found["missing_keys"]):  # transformers fills them with random numbers
-        raise CheckpointError(
-            f"{source} lacks {len(missing)} tensors of a {facts.model_type} model ({', '.join(missing[:3])}"
-            f"{', ...' if len(missing) > 3 else ''}): fetch it again, or correct its config.json"
-        )
-    model.requires_grad_(False)
-    return model
-
-
-def _declared_facts(config: Any) -> TargetFacts:
-    """Facts of a configuration. Raises PairError, naming the family, when its state is known to be out of reach."""
-    raw = _filled(config)
-    # Purely recurrent families declare no maximum length: they are refused for what they are, not for that.
-    facts = TargetFacts.from_config({"max_position_embeddings": 1, **raw})
-    if facts.model_type in REFUSED_RECURRENT_MODEL_TYPES:
-        raise PairError(refusal(facts.model_type, "recurrent state that is out of reach or lost between forwards"))
-    return TargetFacts.from_config(raw)
-
-
-def _filled(config: Any) -> dict[str, Any]:
-    """The configuration as a dictionary, with the number of layers also where it follows from their kinds."""
-    raw: dict[str, Any] = config.to_dict()
-    text = config.get_text_config(decoder=True)
-    known = {"num_hidden_layers": text.num_hidden_layers} if hasattr(text, "num_hidden_layers") else {}
-    return {**known, **raw} if text is config else raw
-
-
-def _facts_of(model: Any) -> TargetFacts:
-    """Facts of a loaded model: those of its configuration, corrected by what really is in memory."""
-    config = model.config
-    facts = _declared_facts(config)
-    vocab_size = int(model.get_input_embeddings().weight.shape[0])
-    return dataclasses.replace(
-        facts,
-        is_recurrent=facts.is_recurrent or bool(getattr(model, "_is_stateful", False)),
-        vocab_size=vocab_size,
-        max_length=min([facts.max_length, *_rope_limits(config.get_text_config(decoder=True))]),
-        eos_token_ids=end_ids_of(model, facts, vocab_size),
-    )
-
-
-def end_ids_of(model: Any, facts: TargetFacts, vocab_size: int) -> tuple[int, ...]:
-    """The ids that end a text: those of the configuration and of the generation config that the model can emit."""
-    more = token_ids("eos_token_id", getattr(getattr(model, "generation_config", None), "eos_token_id", None))
-    return tuple(dict.fromkeys(i for i in (*facts.eos_token_ids, *more) if i < vocab_size))
-
-
-def _rope_limits(config: Any) -> list[int]:
-    """Lengths past which the rotary table changes with the longest sequence seen.
-
-    Beyond them a key would depend on what was fed later, or by another row, and no rollback is exact.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    tables = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    limits = []
-    for table in tables:
-        if table.get("rope_type") in ("dynamic", "longrope"):
-            own = table.get("original_max_position_embeddings")
-            shared = getattr(config, "original_max_position_embeddings", None)
-            limits.append(int(own or shared or config.max_position_embeddings))
-    return limits
-
-
-def cache_word(model: Any, model_type: str) -> str:
-    """The name under which this model takes its cache: it changed between transformers releases."""
-    parameters = inspect.signature(model.forward).parameters
-    for word in ("cache", "past_key_values"):
-        if word in parameters:
-            return word
-    raise PairError(refusal(model_type, "no key/value cache argument"))
-
-
-def decoder_of(model: Any, facts: TargetFacts) -> tuple[Any, nn.ModuleList]:
-    """The module that runs the layers (embedding to final norm), and its list of layers."""
-    names = ("model", "transformer")  # where get_decoder() does not find it
-    for decoder in (model.get_decoder(), *(getattr(model, name, None) for name in names)):
-        layers = getattr(decoder, "layers", None) or getattr(decoder, "h", None)
-        if isinstance(layers, nn.ModuleList) and len(layers) == facts.num_layers:
-            return decoder, layers
-    raise PairError(
-        f"target family {facts.model_type!r} has no list of {facts.num_layers} decoder layers to tap: a"
-        " causal language model of transformers, built like Llama, is needed"
-    )
-
-
-def _check_folder(source: str) -> None:
-    """Raise CheckpointError for what can only be a path and is not there, before a hub is asked for it."""
-    path = Path(source).expanduser()
-    looks_local = source.startswith((".", "~", os.sep)) or source.count("/") > 1 or "\\" in source
-    if path.is_file():
-        raise CheckpointError(f"{source} is a file: give the folder that holds config.json and the weights")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise CheckpointError(f"{source} has no config.json: give the folder of a transformers checkpoint")
-    if looks_local and not path.exists():
-        raise CheckpointError(f"no folder {source}: give a folder with config.json, or a hub id (owner/name)")
-
-
-def _read(loader: Any, source: str, **kwargs: Any) -> Any:
-    path = Path(source).expanduser()
-    is_local = path.is_dir()
-    try:
-        with _no_progress_bar():
-            return loader.from_pretrained(str(path) if is_local else source, **kwargs)
-    except Exception as error:  # configs and weights that make no sense raise anything, bare Exception included
-        reason = " ".join(str(error).split())[:200]
-        if is_local:
-            raise CheckpointError(f"{source} cannot be loaded as a causal language model: {reason}") from error
-        raise UnavailableError(
-            f"target {source!r} is no local folder and could not be fetched from the hub: check the name and"
-            f" the network, or give a local folder ({reason})"
-        ) from error
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Loading draws nothing: a library does not write to its caller's terminal."""
-    from transformers.utils import logging
-
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()
