@@ -1,6 +1,7 @@
 """The engine: requests in, token events out, one continuous batch of rows.
 
-Owns admission, the order of work and the lifetime of rows. The maths of a step is step.py's; words are text.py's.
+Owns admission and the lifetime of rows. The maths of a step is step.py's, the order of work scheduler.py's; words are
+text.py's.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import torch
 
 from blockdraft.config import DraftConfig, TargetFacts, check_pair
 from blockdraft.draft import DraftModel
+from blockdraft.engine.decide import Decide, decide
 from blockdraft.engine.request import Completion, Request, TokenEvent
-from blockdraft.engine.row import RunningRow, now_s
-from blockdraft.engine.step import decode_step, first_token, prefill
+from blockdraft.engine.row import RunningRow
+from blockdraft.engine.scheduler import Queue, Ticket, prompt_chunks
+from blockdraft.engine.step import decode_step
+from blockdraft.engine.width import FixedWidth, WidthPolicy
 from blockdraft.errors import PairError, RequestError
 from blockdraft.targets import Target
 from blockdraft.text import StopScanner, Tokenizer
@@ -41,19 +45,6 @@ def check_fit(
         raise PairError(
             f"the draft has {draft.vocab_size} ids and the target {target.vocab_size}; use a draft made for it"
         )
-
-
-class Ticket:
-    """A submitted request: waiting, running, or finished with a completion."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.row: RunningRow | None = None
-        self.completion: Completion | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        return self.completion is not None
 
 
 def _check_stream(target: Target, draft: DraftConfig) -> None:
@@ -87,7 +78,10 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         draft_off_reason: str = "the engine was started without a draft",
         max_rows: int = 16,
+        max_waiting: int | None = None,
         prefill_chunk_size: int = 512,
+        mixed_chunk_size: int | None = None,
+        width_policy: WidthPolicy | None = None,
         allow_mask_is_eos: bool = False,
     ) -> None:
         if draft is not None:
@@ -100,22 +94,38 @@ class Engine:
             )
             assert tuple(target.tap_layer_ids) == tuple(draft.config.target_layer_ids)
             _check_stream(target, draft.config)
-        for name, value in (("max_rows", max_rows), ("prefill_chunk_size", prefill_chunk_size)):
+        if mixed_chunk_size is None:
+            mixed_chunk_size = min(prefill_chunk_size, 64 if target.device.type == "cpu" else 512)
+        for name, value in (
+            ("max_rows", max_rows),
+            ("prefill_chunk_size", prefill_chunk_size),
+            ("mixed_chunk_size", mixed_chunk_size),
+            ("max_waiting", 1 if max_waiting is None else max_waiting),
+        ):
             if type(value) is not int or value < 1:
                 raise RequestError(f"{name} is {value!r}; it must be a whole number of at least 1")
         self.target, self.draft, self.tokenizer = target, draft, tokenizer
         self.draft_off_reason = draft_off_reason
         self.tap_choice: TapChoice | None = None  # of load(..., tap_stream="auto")
         self.max_rows, self.prefill_chunk_size = max_rows, prefill_chunk_size
-        self._waiting: deque[Ticket] = deque()
+        self.mixed_chunk_size = mixed_chunk_size
+        self.max_waiting = max_waiting
+        self.width_policy: WidthPolicy = FixedWidth() if width_policy is None else width_policy
+        self.decide: Decide = decide  # an examination puts its observer here
+        self._waiting = Queue()
         self._running: list[Ticket] = []
+        self._num_steps = 0
 
     # ---- requests in -------------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> Ticket:
         """Queue a request. Raises RequestError at once for anything that can't be served as asked."""
         self.check(request)
+        if self.max_waiting is not None and len(self._waiting) >= self.max_waiting:
+            raise RequestError(
+                f"{len(self._waiting)} requests are waiting and the queue takes {self.max_waiting}; try again later"
+            )
         ticket = Ticket(request)
-        self._waiting.append(ticket)
+        self._waiting.join(ticket, self._num_steps)
         return ticket
 
     def check(self, request: Request) -> None:
@@ -175,21 +185,22 @@ class Engine:
             raise RequestError(f"min_confidence is {least:g}; this draft has no confidence head; drop it")
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a request now; its row is free at once. A finished ticket stays as it is."""
+        """End a request now; its memory is free at once. A finished ticket stays as it is.
+
+        Not to be called while `step` runs.
+        """
         if ticket.is_finished:
             return
-        if ticket in self._waiting:
-            self._waiting.remove(ticket)
+        if self._waiting.leave(ticket):
             ticket.row = self._new_row(ticket.request)
         assert ticket.row is not None
         ticket.row.finish("cancelled", None)
         self._retire(ticket)
-        if ticket in self._running:
-            self._running.remove(ticket)
 
-    # ---- work ------------------------------------------------------------------------------------------------------
+    # ---- work --------------------------------------------------------------------------------------------------------
     @property
     def num_running(self) -> int:
+        """Requests whose prompt or text is worked on."""
         return len(self._running)
 
     @property
@@ -198,29 +209,48 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit what fits, then advance every running row by one step."""
+        """Admit what fits, then advance every running row by one step, and prompts by what a step has room for."""
         while self._waiting and len(self._running) < self.max_rows:
-            self._admit(self._waiting.popleft())
-        rows = [ticket.row for ticket in self._running if ticket.row is not None]
-        if rows:
-            try:
-                decode_step(rows, self.target, self.draft)
-            except BaseException:
-                for ticket in list(self._running):  # a step that broke off leaves no row that could go on
-                    self._abandon(ticket)
-                raise
+            self._admit(self._waiting.pop())
+        if not self._running:
+            return
+        self._num_steps += 1
+        try:
+            self._advance([ticket.row for ticket in self._running if ticket.row is not None])
+        except BaseException:
+            for ticket in list(self._running):  # a step that broke off leaves no row that could go on
+                self._abandon(ticket)
+            raise
         for ticket in [t for t in self._running if t.row is not None and t.row.is_finished]:
-            self._running.remove(ticket)
             self._retire(ticket)
 
+    def _advance(self, running: Sequence[RunningRow]) -> None:
+        rows = [row for row in running if not row.num_unfed]
+        budget = self.mixed_chunk_size if rows else self.prefill_chunk_size
+        chunks = list(prompt_chunks((row for row in running if row.num_unfed), budget))
+        max_draft_length = None if self.draft is None else self.draft.max_length
+        most = [row.most_width(max_draft_length) for row in rows]
+        widths = self.width_policy.choose(rows, most)
+        assert all(1 <= width <= limit for width, limit in zip(widths, most, strict=True)), (widths, most)
+        times, num_accepted = decode_step(rows, widths, self.target, self.draft, chunks, decide=self.decide)
+        self.width_policy.record(rows, widths, num_accepted, times)
+
     def run(self, requests: Sequence[Request]) -> list[Completion]:
-        """The completions of `requests`, in their order. All are checked before the first one runs."""
+        """The completions of `requests`, in their order. All are checked before the first one runs.
+
+        Raises RequestError when one of them breaks, and cancels the others; who wants to keep those submits them.
+        """
         for request in requests:
             self.check(request)
-        tickets = [self.submit(request) for request in requests]
+        left = deque(requests)
+        tickets: list[Ticket] = []
         try:
-            while not all(ticket.is_finished for ticket in tickets):
+            while left or not all(ticket.is_finished for ticket in tickets):
+                while left and (self.max_waiting is None or self.num_waiting < self.max_waiting):
+                    tickets.append(self.submit(left.popleft()))
                 self.step()
+                for ticket in tickets:
+                    _raise_if_broken(ticket)
         except BaseException:
             for ticket in tickets:
                 self.cancel(ticket)
@@ -239,7 +269,10 @@ class Engine:
         yield from self.follow(self.submit(request))
 
     def follow(self, ticket: Ticket) -> Iterator[list[TokenEvent]]:
-        """The events of a submitted request, driving the engine until it is finished; closing cancels it."""
+        """The events of a submitted request, driving the engine until it is finished; closing cancels it.
+
+        Raises RequestError after the last event of a request that broke.
+        """
         try:
             sent = 0
             while True:
@@ -248,58 +281,59 @@ class Engine:
                     fresh, sent = row.events[sent:], len(row.events)
                     yield fresh
                 if ticket.is_finished:
+                    _raise_if_broken(ticket)
                     return
                 self.step()
         finally:
             self.cancel(ticket)
 
-    # ---- rows ------------------------------------------------------------------------------------------------------
+    # ---- rows --------------------------------------------------------------------------------------------------------
     def _new_row(self, request: Request) -> RunningRow:
+        """A row without states yet."""
         facts = self.target.facts
-        speculates = self.draft is not None and request.speculate is not False
-        reason = None
-        if not speculates:
-            reason = "the request asked for plain decoding" if request.speculate is False else self.draft_off_reason
-        width = 1
-        if self.draft is not None and speculates:
+        reason, width = None, 1
+        if request.speculate is False:
+            reason = "the request asked for plain decoding"
+        elif self.draft is None:
+            reason = self.draft_off_reason
+        else:
             width = self.draft.config.max_width if request.width is None else request.width
-        scanner = None if self.tokenizer is None else StopScanner(self.tokenizer, request.stop_strings)
         return RunningRow(
             request=request,
             stop_ids=frozenset(facts.eos_token_ids) if request.stop_ids is None else request.stop_ids,
-            target_row=self.target.new_row(),
-            draft_cache=self.draft.new_cache() if self.draft is not None and speculates else None,
             width=width,
-            scanner=scanner,
+            scanner=None if self.tokenizer is None else StopScanner(self.tokenizer, request.stop_strings),
             speculation_reason=reason,
         )
 
     def _admit(self, ticket: Ticket) -> None:
         row = ticket.row = self._new_row(ticket.request)
-        started = now_s()
-        try:
-            logits_1V = prefill(row, self.target, self.draft, chunk_size=self.prefill_chunk_size)
-            first_token(row, logits_1V)
-        except BaseException:
-            self._abandon(ticket)
-            raise
-        row.stats.add_prefill(seconds=now_s() - started)
+        row.target_row = self.target.new_row()
+        if self.draft is not None and row.speculation_reason is None:
+            row.draft_cache = self.draft.new_cache()
         self._running.append(ticket)
-        if row.is_finished:
-            self._running.remove(ticket)
-            self._retire(ticket)
 
     def _abandon(self, ticket: Ticket) -> None:
         """End a request whose step broke off: what that step had begun is dropped."""
         assert ticket.row is not None
         ticket.row.drop_uncounted()
-        self.cancel(ticket)
+        ticket.row.finish("cancelled", None)
+        self._retire(ticket)
 
     def _retire(self, ticket: Ticket) -> None:
+        """Let go of a finished row's states and make its completion."""
         row = ticket.row
         assert row is not None
-        self.target.free(row.target_row)
+        if ticket in self._running:
+            self._running.remove(ticket)
+        if row.target_row is not None:
+            self.target.free(row.target_row)
         row.draft_cache = None
-        if row.finish_reason != "cancelled" or row.events:
-            row.stats.check()
+        row.drop_pending()
+        row.stats.check()
         ticket.completion = row.completion()
+
+
+def _raise_if_broken(ticket: Ticket) -> None:
+    if ticket.completion is not None and ticket.completion.error is not None:
+        raise RequestError(ticket.completion.error)

@@ -1,17 +1,20 @@
 """One running request: its ids, its target row, its draft cache, its randomness, its counters.
 
-Lengths of a row, as half-open position ranges:
-    [0, num_fed)            fed to the target and kept; their taps are in the draft cache when it speculates
-    num_fed                 the anchor: committed, its target state not known yet
-so `len(ids) == num_fed + 1` between steps, and the draft cache holds exactly num_fed positions.
+Positions of a row, as half-open ranges:
+    [0, num_fed)                    fed to the target and kept
+    [0, num_fed - num_pending)      of these, in the draft's context, where there is one
+    [num_fed - num_pending, num_fed)  their taps wait in ``pending_taps`` for the next time that the row speculates
+    num_fed                         the anchor: committed, its target state not known yet
+While the prompt is fed, num_fed counts its positions that are; afterwards ``len(ids) == num_fed + 1`` between steps.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from blockdraft.accept import TokenLogprobs, request_generators
 from blockdraft.draft import DraftCache
@@ -22,6 +25,9 @@ from blockdraft.text import StopScanner
 
 __all__ = ["RunningRow"]
 
+MAX_PENDING = 256  # positions whose taps a row may hold back
+MAX_PENDING_BYTES = 16 * 2**20
+
 
 @dataclass(eq=False, kw_only=True)
 class RunningRow:
@@ -29,28 +35,38 @@ class RunningRow:
 
     request: Request
     stop_ids: frozenset[int]
-    target_row: TargetRow
-    draft_cache: DraftCache | None
     width: int
+    """Of a block at most; the request's own, or what the draft was trained for."""
     scanner: StopScanner | None
     speculation_reason: str | None
+    """Why it does not speculate (any more); None while it may."""
+    target_row: TargetRow | None = None
+    draft_cache: DraftCache | None = None
+    pending_taps: list[Tensor] = field(default_factory=list)
+    num_pending: int = 0
+    num_fed: int = 0
     ids: list[int] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
     finish_reason: FinishReason | None = None
     stop: int | str | None = None
+    error: str | None = None
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.prompt_ids)
+        self.num_prompt = len(self.ids)
         self.draft_generator, self.accept_generator = request_generators(self.request.seed)
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
+        params = self.request.sampling
+        self._is_plain_greedy = params.is_greedy and not params.has_penalties and not params.logit_bias
 
     @property
     def num_emitted(self) -> int:
         return len(self.ids) - self.num_prompt
+
+    @property
+    def num_unfed(self) -> int:
+        """Positions of the prompt that the target has not seen."""
+        return max(self.num_prompt - self.num_fed, 0)
 
     @property
     def anchor_id(self) -> int:
@@ -60,8 +76,27 @@ class RunningRow:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def block_width(self, max_draft_length: int | None) -> int:
-        """Width of the next block: shorter near the length limit; 1 is a plain step.
+    @property
+    def has_fixed_width(self) -> bool:
+        """Whether its blocks must have the row's own width wherever there is room: the request names a width, or a
+        seed for sampling, whose text depends on the widths."""
+        request = self.request
+        return request.width is not None or (request.seed is not None and not request.sampling.is_greedy)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its states and of the taps held back."""
+        held = 0 if self.target_row is None else self.target_row.num_bytes
+        held += 0 if self.draft_cache is None else self.draft_cache.num_bytes
+        return held + sum(taps.nbytes for taps in self.pending_taps)
+
+    def takes_best(self, num_rows: int) -> bool:
+        """Whether its next ``num_rows`` tokens are the most likely ids of the logits as they are."""
+        return self._is_plain_greedy and not self.banned(num_rows)
+
+    # ---- width -------------------------------------------------------------------------------------------------------
+    def most_width(self, max_draft_length: int | None) -> int:
+        """The widest block that it may take now: narrower near the length limit; 1 is a plain step.
 
         It also narrows toward the draft's own maximum length; where not even two positions are left there, speculation
         ends for good, with the reason in the completion.
@@ -76,10 +111,34 @@ class RunningRow:
         return min(width, room)
 
     def stop_speculating(self, reason: str) -> None:
-        self.draft_cache = None
-        self.speculation_reason = reason
+        self.draft_cache, self.speculation_reason = None, reason
+        self.drop_pending()
 
-    def banned(self, num_rows: int) -> list[frozenset[int]] | tuple[()]:
+    # ---- states ------------------------------------------------------------------------------------------------------
+    def feed(self, taps_TNE: Tensor) -> None:
+        """Count positions that the target was fed and kept; their taps wait for the draft."""
+        count = taps_TNE.shape[0]
+        self.num_fed += count
+        if self.draft_cache is not None and count:
+            # a copy: the target may write its next answer into the same memory, and a part must not hold the whole
+            self.pending_taps.append(taps_TNE.clone())
+            self.num_pending += count
+
+    def joined_taps(self) -> Tensor:
+        """The pending taps, [num_pending, N, E]."""
+        return self.pending_taps[0] if len(self.pending_taps) == 1 else torch.cat(self.pending_taps)
+
+    def drop_pending(self) -> None:
+        """Forget the pending taps: they are in the draft's context now, or never will be."""
+        self.pending_taps, self.num_pending = [], 0
+
+    @property
+    def must_inject(self) -> bool:
+        """Whether its pending taps are as many as may wait."""
+        return self.num_pending >= MAX_PENDING or sum(x.nbytes for x in self.pending_taps) >= MAX_PENDING_BYTES
+
+    # ---- tokens ------------------------------------------------------------------------------------------------------
+    def banned(self, num_rows: int) -> Sequence[frozenset[int]]:
         """Ids that each of the next `num_rows` tokens must not be: the stop ids below min_new_tokens."""
         if not self.stop_ids or self.num_emitted >= self.request.min_new_tokens:
             return ()
@@ -88,7 +147,7 @@ class RunningRow:
             for i in range(num_rows)
         ]
 
-    def commit(self, ids: list[int], kinds: list[TokenKind], logprobs: list[TokenLogprobs] | None) -> int:
+    def commit(self, ids: list[int], kinds: Sequence[TokenKind], logprobs: list[TokenLogprobs] | None) -> int:
         """Append a step's tokens up to a stop or the length limit; returns how many were emitted.
 
         What is cut here is never seen by anybody: not in ids, events, text or logprobs.
@@ -99,26 +158,27 @@ class RunningRow:
             text = self._settle(token_id)
             entry = None if logprobs is None else logprobs[index]
             self.events.append(TokenEvent(token_id, kinds[index], step, text, entry))
-            if self.is_finished:
+            if self.finish_reason is not None:
                 return index + 1
         return len(ids)
 
     def _settle(self, token_id: int) -> str | None:
         """Finish if this token, the last of `ids`, ends the request; returns the text it made certain."""
-        may_stop = self.num_emitted >= self.request.min_new_tokens
+        num_emitted = len(self.ids) - self.num_prompt
+        may_stop = num_emitted >= self.request.min_new_tokens
         text = ""
-        if token_id in self.stop_ids and may_stop:
+        if may_stop and token_id in self.stop_ids:
             self.finish("stop", token_id)
         elif self.scanner is not None:
             scan = self.scanner.feed((token_id,), may_stop=may_stop)
             text = scan.text
             if scan.stop is not None:
                 self.finish("stop", scan.stop)
-        if not self.is_finished and self.num_emitted == self.request.max_new_tokens:
+        if self.finish_reason is None and num_emitted == self.request.max_new_tokens:
             self.finish("length", None)
         if self.scanner is None:
             return None
-        if self.is_finished:
+        if self.finish_reason is not None:
             rest = self.scanner.flush()
             text += rest.text
             if rest.stop is not None and self.finish_reason == "length":
@@ -134,6 +194,10 @@ class RunningRow:
     def finish(self, reason: FinishReason, stop: int | str | None) -> None:
         self.finish_reason, self.stop = reason, stop
 
+    def fail(self, error: str) -> None:
+        """End with an error of its own; what was emitted before stays."""
+        self.finish_reason, self.stop, self.error = "error", None, error
+
     def completion(self) -> Completion:
         assert self.finish_reason is not None
         enabled = self.speculation_reason is None
@@ -142,14 +206,8 @@ class RunningRow:
             text=None if self.scanner is None else "".join(event.text or "" for event in self.events),
             finish_reason=self.finish_reason,
             stop=self.stop,
+            error=self.error,
             events=tuple(self.events),
             stats=self.stats,
             speculation=Speculation(enabled, self.width if enabled else None, self.speculation_reason),
         )
-
-
-def now_s() -> float:
-    """Monotonic seconds; after pending accelerator work when there is an accelerator in use."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -1,8 +1,9 @@
 """The step: propose, score, accept, commit; one function for every draft, target, width and number of rows.
 
-Plain decoding is the same step with width 1 and no draft. Holds no state and no policy.
+Plain decoding is the same step with width 1 and no draft; chunks of prompts ride in the same forward. Holds no state
+and no policy.
 
-Letters: B rows, L rows of the draft's block, G proposals, T = G+1 positions fed to the target, M candidates,
+Letters: B rows, L rows of the draft's block, G proposals, T positions fed to the target (G+1 of a block), M candidates,
 N taps, E target width, D draft width, V vocabulary.
 """
 
@@ -10,75 +11,137 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdraft.accept import (
-    Dense,
-    OneHot,
-    Sparse,
-    TokenLogprobs,
-    accept,
-    accept_greedy,
-    greedy_ids,
-    logprobs,
-    target_distribution,
-)
-from blockdraft.draft import CandidateLists, DraftCache, DraftModel, Proposal
+from blockdraft.accept import TokenLogprobs, logprobs
+from blockdraft.draft import DraftCache, DraftModel, Proposal
+from blockdraft.engine.decide import Decide, Decision, decide
 from blockdraft.engine.request import TokenKind
-from blockdraft.engine.row import RunningRow, now_s
-from blockdraft.errors import RequestError
-from blockdraft.targets import Target
+from blockdraft.engine.row import RunningRow
+from blockdraft.engine.times import Clock, StepTimes
+from blockdraft.targets import Row as TargetRow
+from blockdraft.targets import Scored, Target
 
-__all__ = ["decode_step", "first_token", "prefill"]
+__all__ = ["Chunk", "decode_step", "inject_pending"]
 
 
-def decode_step(rows: Sequence[RunningRow], target: Target, draft: DraftModel | None) -> None:
-    """Advance every row by one step. Each row commits the proposals that stand and one token of the target's own."""
-    started = now_s()
-    max_draft_length = None if draft is None else draft.max_length
-    widths = [row.block_width(max_draft_length) for row in rows]
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next ``count`` positions of a row's prompt."""
+
+    row: RunningRow
+    count: int
+
+
+def decode_step(
+    rows: Sequence[RunningRow],
+    widths: Sequence[int],
+    target: Target,
+    draft: DraftModel | None,
+    chunks: Sequence[Chunk] = (),
+    *,
+    decide: Decide = decide,
+) -> tuple[StepTimes, list[int]]:
+    """Advance every row by a block of its width and feed every chunk: (times, accepted proposals of each row).
+
+    Each row commits the proposals that stand and one token of the target's own; a chunk that ends its prompt gives that
+    row its first token. A row whose own answer is broken ends with an error, and the others go on.
+    """
+    clock = Clock()
+    inject_pending([row for row, width in zip(rows, widths, strict=True) if width > 1], draft)
+    inject_s = clock.lap()
     proposals = _propose(rows, widths, target, draft)
-    blocks = [_block(row, proposal) for row, proposal in zip(rows, proposals, strict=True)]
-    scored = target.forward(blocks, [row.target_row for row in rows])
-    decisions = [_accept(row, proposal, s.logits_TV) for row, proposal, s in zip(rows, proposals, scored, strict=True)]
-    num_emitted = [
-        _commit(row, proposal, *decision, s.logits_TV)
-        for row, proposal, decision, s in zip(rows, proposals, decisions, scored, strict=True)
-    ]
-    target.rollback([row.target_row for row in rows], num_emitted)
-    for row, kept, s in zip(rows, num_emitted, scored, strict=True):
-        if row.draft_cache is not None and draft is not None:
-            draft.inject(s.taps_TNE[:kept], row.draft_cache)
-    spent = (now_s() - started) / len(rows)
-    for row, proposal, (num_accepted, _), kept in zip(rows, proposals, decisions, num_emitted, strict=True):
-        num_draft = 0 if proposal is None else len(proposal.ids_G)
-        row.stats.add_step(num_draft=num_draft, num_accepted=num_accepted, num_emitted=kept, seconds=spent)
+    propose_s = clock.lap()
+    blocks = [_Part.of_block(row, proposal) for row, proposal in zip(rows, proposals, strict=True)]
+    prompts = [_Part.of_chunk(chunk) for chunk in chunks]
+    alive = _score([*blocks, *prompts], target)
+    forward_s = clock.lap()
+    deciding = [part for part in alive if part.num_decided]
+    decisions = decide([p.row for p in deciding], [p.proposal for p in deciding], [p.logits_TV for p in deciding])
+    accept_s = clock.lap()
+    for part, decision in zip(deciding, decisions, strict=True):
+        _commit(part, decision)
+    target.rollback([_state(part.row) for part in alive], [part.num_kept for part in alive])
+    for part in alive:
+        part.row.feed(part.taps_TNE[: part.num_kept])
+    inject_pending([part.row for part in alive if part.row.must_inject], draft)
+    times = StepTimes(propose_s=propose_s, accept_s=accept_s, commit_s=inject_s + clock.lap(), num_rows=len(rows))
+    times.share_forward(forward_s, sum(p.num_fed for p in blocks), sum(p.num_fed for p in prompts))
+    _count(alive, times)
+    return times, [part.num_accepted for part in blocks]
 
 
-def prefill(row: RunningRow, target: Target, draft: DraftModel | None, *, chunk_size: int) -> Tensor:
-    """Feed the prompt in chunks; returns the logits [1, V] after its last token. The row's draft cache follows."""
-    prompt = torch.tensor(row.request.prompt_ids, dtype=torch.long, device=target.device)
-    for start in range(0, len(prompt), chunk_size):
-        chunk = prompt[start : start + chunk_size]
-        is_last = start + len(chunk) == len(prompt)
-        [scored] = target.forward([chunk], [row.target_row], num_logits=1 if is_last else 0)
-        target.rollback([row.target_row], [len(chunk)])
-        if row.draft_cache is not None and draft is not None:
-            draft.inject(scored.taps_TNE, row.draft_cache)
-    return scored.logits_TV
+def inject_pending(rows: Sequence[RunningRow], draft: DraftModel | None) -> None:
+    """Bring the draft's context of these rows up to what the target was fed, all rows together."""
+    waiting = [row for row in rows if row.num_pending]
+    if not waiting:
+        return
+    assert draft is not None
+    draft.inject_rows([row.joined_taps() for row in waiting], [_cache(row) for row in waiting])
+    for row in waiting:
+        row.drop_pending()
 
 
-def first_token(row: RunningRow, logits_1V: Tensor) -> None:
-    """Commit the token that the prefill decides."""
-    decision = _accept(row, None, logits_1V)
-    entries = _logprobs(row, logits_1V, [decision[1]])
-    row.commit([decision[1]], ["first"], entries)
+# ---- one row's part of the step --------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class _Part:
+    """What one row feeds to the target in this step, a block or a chunk, and what comes of it."""
+
+    row: RunningRow
+    ids_T: Tensor
+    num_decided: int  # tokens that may be decided after the last of these positions: T of a block, 1 or 0 of a chunk
+    proposal: Proposal | None = None
+    is_chunk: bool = False
+    scored: Scored | None = None
+    num_accepted: int = 0
+    num_kept: int = 0
+    num_emitted: int = 0
+
+    @classmethod
+    def of_block(cls, row: RunningRow, proposal: Proposal | None) -> _Part:
+        ids_T = torch.tensor([row.anchor_id], dtype=torch.long)
+        if proposal is not None:
+            ids_T = torch.cat([ids_T.to(proposal.ids_G.device), proposal.ids_G])
+        return cls(row, ids_T, len(ids_T), proposal)
+
+    @classmethod
+    def of_chunk(cls, chunk: Chunk) -> _Part:
+        row, start = chunk.row, chunk.row.num_fed
+        ids_T = torch.tensor(row.ids[start : start + chunk.count], dtype=torch.long)
+        is_end = chunk.count == row.num_unfed
+        return cls(row, ids_T, 1 if is_end else 0, is_chunk=True, num_kept=chunk.count)
+
+    @property
+    def num_fed(self) -> int:
+        return len(self.ids_T)
+
+    @property
+    def logits_TV(self) -> Tensor:
+        assert self.scored is not None
+        return self.scored.logits_TV[-self.num_decided :]
+
+    @property
+    def taps_TNE(self) -> Tensor:
+        assert self.scored is not None
+        return self.scored.taps_TNE
 
 
+def _state(row: RunningRow) -> TargetRow:
+    assert row.target_row is not None
+    return row.target_row
+
+
+def _cache(row: RunningRow) -> DraftCache:
+    assert row.draft_cache is not None and row.draft_cache.num_positions == row.num_fed - row.num_pending
+    return row.draft_cache
+
+
+# ---- propose ---------------------------------------------------------------------------------------------------------
 def _propose(
     rows: Sequence[RunningRow], widths: Sequence[int], target: Target, draft: DraftModel | None
 ) -> list[Proposal | None]:
@@ -129,55 +192,65 @@ def _candidate_logits(hidden_GD: Tensor, ids_GM: Tensor, *, target: Target, draf
     return target.logits(hidden_GD.to(target.dtype)).gather(1, ids_GM)
 
 
-def _cache(row: RunningRow) -> DraftCache:
-    assert row.draft_cache is not None and row.draft_cache.num_positions == len(row.ids) - 1
-    return row.draft_cache
+# ---- score -----------------------------------------------------------------------------------------------------------
+def _score(parts: Sequence[_Part], target: Target) -> list[_Part]:
+    """The parts that the target answered, all in one forward.
+
+    Where that breaks off and nothing was fed, each part is tried alone: those that cannot be fed end their request
+    with the error, and only if that is all of them it is raised.
+    """
+    most = max(part.num_decided for part in parts)
+    num_logits = most if any(part.is_chunk for part in parts) else None
+    try:
+        answers = target.forward([p.ids_T for p in parts], [_state(p.row) for p in parts], num_logits=num_logits)
+        for part, scored in zip(parts, answers, strict=True):
+            part.scored = scored
+        return list(parts)
+    except Exception as error:
+        broken = error
+    for part in parts if len(parts) > 1 else ():
+        try:
+            [part.scored] = target.forward([part.ids_T], [_state(part.row)], num_logits=num_logits)
+        except Exception as error:
+            part.row.fail(" ".join(str(error).split()) or type(error).__name__)
+    alive = [part for part in parts if part.scored is not None]
+    if not alive:
+        raise broken
+    return alive
 
 
-def _block(row: RunningRow, proposal: Proposal | None) -> Tensor:
-    anchor = torch.tensor([row.anchor_id], dtype=torch.long)
-    return anchor if proposal is None else torch.cat([anchor.to(proposal.ids_G.device), proposal.ids_G])
-
-
-def _accept(row: RunningRow, proposal: Proposal | None, logits_TV: Tensor) -> tuple[int, int]:
-    """(num_accepted, next id) for one row; the one place of a step that waits for the device."""
-    if bool(logits_TV.amax().isnan()):
-        raise RequestError(
-            f"the target's logits hold NaN after {len(row.ids)} tokens, so that it has no next token: in float16 large "
-            "numbers overflow, use bfloat16 or float32; otherwise its weights are damaged"
-        )
-    ids_G = [] if proposal is None else proposal.ids_G.tolist()
-    params = row.request.sampling
-    decide = greedy_ids if params.is_greedy else target_distribution
-    decided = decide(
-        logits_TV,
-        params,
-        history=row.ids,
-        num_prompt=row.num_prompt,
-        proposals=ids_G,
-        banned=row.banned(len(ids_G) + 1),
-    )
-    if params.is_greedy:
-        return accept_greedy(ids_G, decided)
-    return accept(ids_G, _law(proposal), decided, row.accept_generator)
-
-
-def _law(proposal: Proposal | None) -> OneHot | Sparse | Dense:
-    """What the proposals were drawn from, as acceptance knows it."""
-    law = None if proposal is None else proposal.q
-    if law is None:
-        return OneHot()
-    return Sparse(law.ids_GM, law.probs_GM) if isinstance(law, CandidateLists) else Dense(law.probs_GV)
-
-
-def _commit(row: RunningRow, proposal: Proposal | None, num_accepted: int, next_id: int, logits_TV: Tensor) -> int:
-    accepted = [] if proposal is None else proposal.ids_G[:num_accepted].tolist()
-    ids = [*accepted, next_id]
-    kinds: list[TokenKind] = ["bonus" if index == num_accepted else "accepted" for index in range(len(ids))]
-    return row.commit(ids, kinds, _logprobs(row, logits_TV[: len(ids)], ids))
+# ---- commit ----------------------------------------------------------------------------------------------------------
+def _commit(part: _Part, decision: Decision) -> None:
+    row, part.num_accepted = part.row, decision.num_accepted
+    kinds: list[TokenKind] = ["first"] if part.is_chunk else ["accepted"] * decision.num_accepted + ["bonus"]
+    if decision.ids:
+        entries = _logprobs(row, part.logits_TV[: len(decision.ids)], decision.ids)
+        part.num_emitted = row.commit(decision.ids, kinds, entries)
+    if decision.error is not None and not row.is_finished:
+        row.fail(decision.error)
+    if not part.is_chunk:
+        part.num_kept = part.num_emitted
 
 
 def _logprobs(row: RunningRow, logits_TV: Tensor, ids: list[int]) -> list[TokenLogprobs] | None:
     if row.request.num_logprobs is None:
         return None
     return logprobs(logits_TV, ids, top_n=row.request.num_logprobs)
+
+
+def _count(parts: Sequence[_Part], times: StepTimes) -> None:
+    """Each row's share of the step: of its prompt by positions, of the rest by rows."""
+    decode_s = (times.total_s - times.prefill_s) / max(times.num_rows, 1)
+    for part in parts:
+        stats = part.row.stats
+        if not part.is_chunk:
+            num_draft = 0 if part.proposal is None else len(part.proposal.ids_G)
+            stats.add_step(
+                num_draft=num_draft, num_accepted=part.num_accepted, num_emitted=part.num_emitted, seconds=decode_s
+            )
+            continue
+        seconds = times.prefill_s * part.num_fed / times.num_prefilled
+        if part.num_decided:
+            stats.add_prefill(seconds=seconds, num_emitted=part.num_emitted)
+        else:
+            stats.prefill_s += seconds
