@@ -10,6 +10,8 @@ N parts kept: keys and values, or only keys where the values are the first W col
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -61,6 +63,20 @@ class _LayerStore:
             self.buffer_NKSA[:, :, :num_kept] = kept.clone()
         self.begin, self.end = self.begin - start, num_kept
 
+    def copy(self, num_dropped: int) -> _LayerStore:
+        """The store as it was before its last ``num_dropped`` positions came; see ``holds``."""
+        made = copy.copy(self)
+        end = self.end - num_dropped
+        begin = 0 if self.limit is None else max(0, end - self.limit)
+        made.buffer_NKSA = self.buffer_NKSA[:, :, begin:end].clone()
+        made.begin, made.end = 0, end - begin
+        return made
+
+    def holds(self, num_dropped: int, num_left: int) -> bool:
+        """Whether what a query after the first ``num_left`` positions sees is still in the buffer."""
+        seen = num_left if self.limit is None else min(num_left, self.limit)
+        return self.end - num_dropped >= seen
+
     def view(self) -> tuple[Tensor, Tensor]:
         kept = self.buffer_NKSA[:, :, self.begin : self.end]
         return kept[0], kept[-1, ..., : self.value_width]
@@ -82,6 +98,27 @@ class DraftCache:
     def num_bytes(self) -> int:
         """Bytes allocated, spare slots included."""
         return sum(store.buffer_NKSA.nbytes for store in self._stores)
+
+    def can_copy(self, length: int) -> bool:
+        """Whether every layer still holds what a block after the first ``length`` positions can see."""
+        dropped = self._num_positions - length
+        return length >= 0 and dropped >= 0 and all(store.holds(dropped, length) for store in self._stores)
+
+    def copy(self, length: int | None = None) -> DraftCache:
+        """An independent cache of the first ``length`` positions, all by default; this one is left as it is.
+
+        Raises ValueError where a window has dropped what that length needs (see ``can_copy``).
+        """
+        kept = self._num_positions if length is None else length
+        if not self.can_copy(kept):
+            raise ValueError(
+                f"cannot copy {kept} of {self._num_positions} positions: a cache keeps no more of the past than its"
+                " windows need, and nothing of the future"
+            )
+        made = copy.copy(self)
+        made._num_positions = kept
+        made._stores = [store.copy(self._num_positions - kept) for store in self._stores]
+        return made
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Views (k_KSA, v_KSW) of the last S committed positions that a later query can still see."""

@@ -281,26 +281,54 @@ class DraftModel(nn.Module):
         """An empty context for one row."""
         return DraftCache(self.config, dtype=self.dtype, device=self.device)
 
-    @torch.no_grad()
     def inject(self, taps_CNE: Tensor, cache: DraftCache) -> None:
         """Commit C more positions to ``cache``: [cache.num_positions, cache.num_positions + C)."""
-        num_new = taps_CNE.shape[0]
-        if num_new == 0:
-            return
+        self.inject_rows([taps_CNE], [cache])
+
+    @torch.no_grad()
+    def inject_rows(self, taps: Sequence[Tensor], caches: Sequence[DraftCache]) -> None:
+        """Commit the positions of taps[i], a [C_i, N, E], to caches[i]: all rows in one pass of each projection."""
+        if len(taps) != len(caches) or len(set(map(id, caches))) != len(caches):
+            raise ValueError(f"taps of {len(taps)} rows for {len(caches)} caches: one for each, no cache twice")
         limit = None if self.config.max_window is None else self.config.max_window - 1
-        num_fused = num_new if limit is None else min(num_new, limit)
-        taps_CNE = taps_CNE[num_new - num_fused :].to(dtype=self.dtype, device=self.device)
-        context_CD = self.fuse(taps_CNE)
-        first = cache.num_positions + num_new - num_fused
-        rotation = self._rotary.rows(first, num_fused, dtype=self.dtype, device=self.device)
+        parts, rotations, counts, written = [], [], [], []
+        for taps_CNE, cache in zip(taps, caches, strict=True):
+            num_new = taps_CNE.shape[0]
+            if num_new == 0:
+                continue
+            count = num_new if limit is None else min(num_new, limit)
+            first = cache.num_positions + num_new - count
+            parts.append(taps_CNE[num_new - count :])
+            rotations.append(self._rotary.rows(first, count, dtype=self.dtype, device=self.device))
+            counts.append(count)
+            written.append((cache, num_new))
+        if not written:
+            return
+        taps_CNE = parts[0] if len(parts) == 1 else torch.cat(parts)
+        context_CD = self.fuse(taps_CNE.to(dtype=self.dtype, device=self.device))
+        keys_values = self._context(context_CD, rotations, counts)
+        for index, (cache, num_new) in enumerate(written):
+            cache.append([pairs[index] for pairs in keys_values], num_new)
+
+    def _context(
+        self, context_CD: Tensor, rotations: Sequence[Rotation], counts: Sequence[int]
+    ) -> list[list[tuple[Tensor, Tensor]]]:
+        """Per layer and row, (k, v) of those of its positions that a later block can see; the rows stand in a line."""
+        rows_CD = context_CD.split(list(counts))
         keys_values = []
         for layer, rule in zip(self.layers, self.config.layers, strict=True):
             assert isinstance(layer, Layer)
             seen = visible_limit(rule)
-            skip = 0 if seen is None else max(0, num_fused - seen)
-            turned = Rotation(rotation.cos[skip:], rotation.sin[skip:])
-            keys_values.append(layer.context_kv(context_CD[skip:], turned, absorbed=True))
-        cache.append(keys_values, num_new)
+            skips = [0 if seen is None else max(0, count - seen) for count in counts]
+            hidden_CD = torch.cat([row[skip:] for row, skip in zip(rows_CD, skips, strict=True)])
+            cos, sin = (
+                torch.cat([turn[skip:] for turn, skip in zip(turns, skips, strict=True)])
+                for turns in zip(*rotations, strict=True)
+            )
+            k_CKA, v_CKW = layer.context_kv(hidden_CD, Rotation(cos, sin), absorbed=True)
+            kept = [count - skip for count, skip in zip(counts, skips, strict=True)]
+            keys_values.append(list(zip(k_CKA.split(kept), v_CKW.split(kept), strict=True)))
+        return keys_values
 
     @torch.no_grad()
     def forward(

@@ -140,6 +140,25 @@ class FusedTarget:
             for logits_TV, taps_TNE in zip(logits, taps_FNE.split(lengths), strict=True)
         ]
 
+    @property
+    def can_truncate(self) -> bool:
+        return True
+
+    def copy(self, row: Row, length: int | None = None) -> Row:
+        source = self._owned(row)
+        if source.is_free:
+            raise ValueError("this row was freed")
+        kept = source.length if length is None else length
+        if not 0 <= kept <= source.length:
+            raise ValueError(f"cannot copy {kept} positions of a row that has {source.length}")
+        made = _FusedRow(self)
+        if source.room is not None and kept:
+            self._make_room(made, kept)
+            assert made.room is not None
+            made.room[..., :kept, :] = source.room[..., :kept, :]
+            made.length = kept
+        return made
+
     def rollback(self, rows: Sequence[Row], keep: Sequence[int]) -> None:
         if len(rows) != len(keep):
             raise ValueError(f"rollback of {len(rows)} rows was given {len(keep)} numbers to keep")
