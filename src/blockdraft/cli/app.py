@@ -20,6 +20,8 @@ from blockdraft import __version__
 from blockdraft.cli import commands
 from blockdraft.cli.convert import convert
 from blockdraft.cli.generate import generate
+from blockdraft.cli.launch import SETTINGS as LAUNCH_SETTINGS
+from blockdraft.cli.launch import launch
 from blockdraft.errors import BlockdraftError
 
 app = typer.Typer(
@@ -34,6 +36,7 @@ app.command()(commands.train)
 app.command()(commands.corpus)
 app.command()(commands.inspect)
 app.command()(convert)
+app.command(context_settings=LAUNCH_SETTINGS)(launch)
 app.command()(commands.pull)
 
 # typer does not export the base of everything it says about a wrong command line; its child it does.

@@ -1,0 +1,25 @@
+"""Production engines: check a pair, build the command, start it, see that it runs what was meant.
+
+Owns: one table of rules per engine, and what is done with them. Must not know: torch, how a draft computes.
+"""
+
+from __future__ import annotations
+
+from blockdraft.engines.cards import Floor, floor_of
+from blockdraft.engines.command import Command, render
+from blockdraft.engines.launch import Conduct, run_launch
+from blockdraft.engines.prepare import ENGINES, Launch, Wish, find_engine, prepare
+
+__all__ = [
+    "ENGINES",
+    "Command",
+    "Conduct",
+    "Floor",
+    "Launch",
+    "Wish",
+    "find_engine",
+    "floor_of",
+    "prepare",
+    "render",
+    "run_launch",
+]
