@@ -456,6 +456,13 @@ class RowsInAnyOrder(RuleBasedStateMachine):
         row, _, _ = self.rows.pop(data.draw(st.integers(0, len(self.rows) - 1)))
         self.target.free(row)
 
+    @rule(data=st.data())
+    @precondition(lambda self: 0 < len(self.rows) < 3)
+    def clone(self, data: st.DataObject) -> None:
+        row, ids, _ = data.draw(st.sampled_from(self.rows))
+        length = data.draw(st.integers(0, len(ids))) if self.target.can_truncate else len(ids)
+        self.rows.append((self.target.copy(row, length), ids[:length], 0))
+
     @rule(data=st.data(), count=st.integers(1, 14), is_prefill=st.booleans())
     @precondition(lambda self: self.rows)
     def forward(self, data: st.DataObject, count: int, is_prefill: bool) -> None:

@@ -60,6 +60,16 @@ class Rows(RuleBasedStateMachine):
             self.feed([len(self.held) - 1], [self.draw_ids(data, chunk)], num_logits=0)
 
     @rule(data=st.data())
+    @precondition(lambda self: 0 < len(self.held) < MAX_ROWS)
+    def clone(self, data: st.DataObject) -> None:
+        """A copy joins beside its source: at any moment, also with a rollback behind it that is not worked off yet."""
+        row, ids, _ = data.draw(st.sampled_from(self.held))
+        made = self.target.copy(row)
+        for found, expected in zip(states_of(made), states_of(row), strict=True):
+            assert torch.equal(found, expected)
+        self.held.append((made, ids, 0))
+
+    @rule(data=st.data())
     @precondition(lambda self: self.held)
     def leave(self, data: st.DataObject) -> None:
         row, _, _ = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))

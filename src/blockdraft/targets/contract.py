@@ -16,7 +16,7 @@ from torch import Tensor
 from blockdraft.config import TapStream, TargetFacts
 from blockdraft.errors import PairError, RequestError
 
-__all__ = ["Row", "Scored", "Target", "check_forward", "checked_taps"]
+__all__ = ["Row", "Scored", "Target", "check_forward", "checked_length", "checked_taps"]
 
 
 class Row(ABC):
@@ -76,6 +76,20 @@ class Target(Protocol):
         """Let go of the row's memory. The row must not be used afterwards; freeing it again does nothing."""
         ...
 
+    @property
+    def can_truncate(self) -> bool:
+        """Whether any row may be copied to any smaller length: no state, and no window that drops positions."""
+        ...
+
+    def copy(self, row: Row, length: int | None = None) -> Row:
+        """A row of its own with the first ``length`` positions of this one, all by default.
+
+        The used positions are copied; the given row is as it was, and both are fed, rolled back and freed apart from
+        now on. Before its first forward the copy has nothing to roll back. ``length < row.num_positions`` needs
+        ``can_truncate`` and is a ValueError without it.
+        """
+        ...
+
     def forward(self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None) -> list[Scored]:
         """One ``Scored`` per row, in order; ids[i] is a vector of T_i >= 1 ids that follow rows[i].
 
@@ -108,6 +122,21 @@ def checked_taps(tap_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ..
             f" 0..{num_layers - 1} are needed; is this the target that the draft was trained for?"
         )
     return taps
+
+
+def checked_length(row: Row, length: int | None, *, can_truncate: bool) -> int:
+    """How many positions ``Target.copy`` shall copy; ValueError if it may not be called so."""
+    if row.was_freed:
+        raise ValueError("this row was freed")
+    kept = row.num_positions if length is None else length
+    if not 0 <= kept <= row.num_positions:
+        raise ValueError(f"cannot copy {kept} positions: the row has {row.num_positions}")
+    if kept < row.num_positions and not can_truncate:
+        raise ValueError(
+            f"cannot copy {kept} of {row.num_positions} positions: this target keeps state, or a window, that is that"
+            " of all of them"
+        )
+    return kept
 
 
 def check_forward(ids: Sequence[Tensor], rows: Sequence[Row], num_logits: int | None, *, max_length: int) -> None:

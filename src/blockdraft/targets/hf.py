@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from blockdraft.config import TapStream
 from blockdraft.errors import PairError
 
-from .contract import Row, Scored, check_forward, checked_taps
+from .contract import Row, Scored, check_forward, checked_length, checked_taps
 from .hf_cache import RowCache, refusal
 from .model_facts import cache_word, decoder_of, facts_of
 from .recurrent import Mixers, Undo
@@ -100,6 +100,7 @@ class HFTarget:
         self.device: torch.device = self._embedding.device
         model.eval()
         self._mixers: Mixers | None = None
+        self._can_truncate = False
         self._handles = [
             self._layers[layer].register_forward_hook(self._hook(layer)) for layer in set(self.tap_layer_ids)
         ]
@@ -126,6 +127,23 @@ class HFTarget:
     def free(self, row: Row) -> None:
         owned = self._owned(row)
         owned.cache, owned.undo, owned.length, owned.num_last = None, None, 0, 0
+
+    @property
+    def can_truncate(self) -> bool:
+        return self._can_truncate
+
+    def copy(self, row: Row, length: int | None = None) -> Row:
+        source = self._owned(row)
+        kept = checked_length(source, length, can_truncate=self._can_truncate)
+        assert source.cache is not None
+        cache = RowCache(self._config, self.facts.model_type)
+        with torch.inference_mode():
+            if source.undo is not None:
+                source.undo.settle()
+            cache.take(source.cache, kept)
+        made = _HFRow(self, cache, None if self._mixers is None else Undo(self._mixers, cache, kept))
+        made.length = kept
+        return made
 
     def forward(self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None) -> list[Scored]:
         """One ``Scored`` per row; rows are run one after another, and on an error every row is as it was."""
@@ -220,6 +238,8 @@ class HFTarget:
         if cache.lengths != {1} and not (has_states and cache.lengths <= {1}):
             raise PairError(refusal(self.facts.model_type, "state outside its key/value cache"))
         cache.shorten(0)
+        first = cache.drops_before
+        self._can_truncate = not has_states and (first is None or first >= self.facts.max_length)
         if has_states:
             cache = RowCache(self._config, self.facts.model_type)
             with torch.inference_mode():

@@ -30,6 +30,8 @@ from transformers.cache_utils import (
 from blockdraft.errors import PairError
 
 __all__ = [
+    "STATES",
+    "STATE_FLAGS",
     "IndexedLayer",
     "RowCache",
     "StateAndWholeLayer",
@@ -40,6 +42,8 @@ __all__ = [
 ]
 
 _MIN_SPARE = 64  # positions of spare room a new buffer has at least
+STATES = ("conv_states", "recurrent_states")  # of a layer with state, by number
+STATE_FLAGS = ("has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized")
 
 
 class WholeLayer(DynamicLayer):
@@ -70,6 +74,15 @@ class WholeLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         return self._length
+
+    def take(self, other: WholeLayer, length: int) -> None:
+        """Be a layer of the first ``length`` positions of another."""
+        if other._room is None:
+            return
+        self._room = _moved(other._room, 0, length, length + max(length, _MIN_SPARE), other._room)
+        self._length = length
+        self.is_initialized, self.device = True, other.device
+        self._show()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove positions (transformers' sign: zero or negative)."""
@@ -114,6 +127,18 @@ class WindowLayer(DynamicSlidingWindowLayer):
         self.keys, self.values = (buffer.narrow(-2, self._end - needed, needed) for buffer in self._room)
         return self.keys, self.values
 
+    def take(self, other: WindowLayer, length: int) -> None:
+        """Be a layer of the first ``length`` positions of another; what its window still needs must be there."""
+        end = other._end - (other.cumulative_length - length)
+        num_seen = min(length, self.sliding_window - 1)
+        assert num_seen <= end
+        if other._room is None:
+            return
+        self._room = _moved(other._room, end - num_seen, num_seen, num_seen + max(num_seen, _MIN_SPARE), other._room)
+        self._end, self.cumulative_length = num_seen, length
+        self.is_initialized, self.device = True, other.device
+        self.keys, self.values = (buffer.narrow(-2, 0, num_seen) for buffer in self._room)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove positions; they must belong to the last update."""
         assert -self._end <= tokens_to_remove <= 0
@@ -140,6 +165,14 @@ class IndexedLayer(WholeLayer):
         old = self.indexer_keys
         self.indexer_keys = indexer_key_states if old is None else torch.cat([old, indexer_key_states], dim=1)
         return self.indexer_keys
+
+    def take(self, other: WholeLayer, length: int) -> None:
+        super().take(other, length)
+        assert isinstance(other, IndexedLayer)
+        if other.indexer_keys is not None:
+            self.indexer_keys = other.indexer_keys[:, :length].clone()
+        if other.indexer_position_ids is not None:
+            self.indexer_position_ids = other.indexer_position_ids[..., :length].clone()
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -220,6 +253,20 @@ class RowCache(DynamicCache):
             if layer.get_seq_length() > length:
                 layer.crop(length - layer.get_seq_length())
 
+    def take(self, other: RowCache, length: int) -> None:
+        """Hold copies of the first ``length`` positions of another row's cache, and of its states as they are."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            if isinstance(mine, WholeLayer | WindowLayer):
+                mine.take(theirs, length)
+            if isinstance(mine, LinearAttentionLayer):
+                _take_states(mine, theirs)
+
+    @property
+    def drops_before(self) -> int | None:
+        """Positions of which a layer may have dropped the first; None where every layer keeps all."""
+        windows = [layer.sliding_window for layer in self.layers if isinstance(layer, WindowLayer)]
+        return min(windows, default=None)
+
     @property
     def _attention(self) -> list[Any]:
         return [cast(Any, layer) for layer in self.layers if isinstance(layer, CacheLayerMixin)]
@@ -247,6 +294,14 @@ def _own_layer(layer: Any, model_type: str) -> Any:
     if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
         return StateAndWindowLayer(layer.sliding_window, layer.number_of_states)
     raise PairError(refusal(model_type, f"layer state of the kind {type(layer).__name__}"))
+
+
+def _take_states(mine: LinearAttentionLayer, theirs: LinearAttentionLayer) -> None:
+    for name in STATES:
+        setattr(mine, name, {i: None if x is None else x.clone() for i, x in getattr(theirs, name).items()})
+    for name in (*STATE_FLAGS, "conv_kernel_size"):
+        setattr(mine, name, dict(getattr(theirs, name)))
+    mine.device, mine.dtype = theirs.device, theirs.dtype
 
 
 def _moved(

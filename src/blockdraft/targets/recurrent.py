@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import LinearAttentionLayer
 
 from .delta_rule import DeltaMixer
-from .hf_cache import RowCache
+from .hf_cache import STATE_FLAGS, STATES, RowCache
 
 __all__ = ["Mixers", "Undo"]
 
@@ -202,11 +202,10 @@ class _Copy:
     def of(cls, layer: LinearAttentionLayer) -> _Copy:
         tensors = {
             (name, index): None if state is None else state.clone()
-            for name in ("conv_states", "recurrent_states")
+            for name in STATES
             for index, state in getattr(layer, name).items()
         }
-        names = ("has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized")
-        return cls(layer, tensors, {name: dict(getattr(layer, name)) for name in names})
+        return cls(layer, tensors, {name: dict(getattr(layer, name)) for name in STATE_FLAGS})
 
     def put_back(self) -> None:
         """The layer as it was. The copy stays as it is: mixers write into the states that they find."""
@@ -225,11 +224,12 @@ class _Copy:
 class Undo:
     """What one row needs to take its last forward back, any number of times, to fewer and fewer positions."""
 
-    def __init__(self, mixers: Mixers, cache: RowCache) -> None:
+    def __init__(self, mixers: Mixers, cache: RowCache, length: int = 0) -> None:
+        """Of a row whose cache holds ``length`` positions."""
         self._mixers, self._cache = mixers, cache
         self._copies: list[_Copy] = []
         self._ids_1T: Tensor | None = None
-        self._start = self._end = 0
+        self._start = self._end = length
         self._is_stale = False
         self._calls: list[_Call | _DeltaCall] = []
 

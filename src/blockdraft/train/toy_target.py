@@ -16,6 +16,7 @@ from torch import Tensor
 
 from blockdraft.config import DraftConfig, TapStream, TargetFacts
 from blockdraft.targets import Row, Scored
+from blockdraft.targets.contract import checked_length
 from blockdraft.train.corpus import CorpusBatch
 from blockdraft.train.corpus_facts import CorpusFacts
 from blockdraft.train.head import FrozenHead
@@ -85,6 +86,16 @@ class ToyTarget:
     def free(self, row: Row) -> None:
         assert isinstance(row, _ToyRow)
         row.ids, row.is_free = [], True
+
+    @property
+    def can_truncate(self) -> bool:
+        return True
+
+    def copy(self, row: Row, length: int | None = None) -> Row:
+        assert isinstance(row, _ToyRow)
+        made = _ToyRow()
+        made.ids = row.ids[: checked_length(row, length, can_truncate=True)]
+        return made
 
     def forward(self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None) -> list[Scored]:
         return [self._score(x.tolist(), row, num_logits) for x, row in zip(ids, rows, strict=True)]

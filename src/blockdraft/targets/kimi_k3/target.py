@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.config import TapStream, TargetFacts
-from blockdraft.targets.contract import Row, Scored, check_forward
+from blockdraft.targets.contract import Row, Scored, check_forward, checked_length
 
 from .delta import DeltaState, Tape
 from .model import KimiK3Model, Memory
@@ -79,6 +79,12 @@ class _KimiK3Row(Row, Memory):
         self.num_last = count
         self.states = {layer: tape.state_after(count) for layer, tape in self.tapes.items()}
 
+    def take(self, other: _KimiK3Row) -> None:
+        """Be a row of another's positions. States are never written into, so both rows may hold the same ones."""
+        self.rooms = {layer: room_SQ[: other.length].clone() for layer, room_SQ in other.rooms.items()}
+        self.states = dict(other.states)
+        self.length = other.length
+
     def clear(self) -> None:
         self.is_free, self.length, self.num_last = True, 0, 0
         self.rooms, self.states, self.tapes = {}, {}, {}
@@ -110,6 +116,17 @@ class KimiK3Target:
 
     def free(self, row: Row) -> None:
         self._owned(row).clear()
+
+    @property
+    def can_truncate(self) -> bool:
+        return False
+
+    def copy(self, row: Row, length: int | None = None) -> Row:
+        source = self._owned(row)
+        checked_length(source, length, can_truncate=False)
+        made = _KimiK3Row(self)
+        made.take(source)
+        return made
 
     def forward(self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None) -> list[Scored]:
         """One ``Scored`` per row, all rows in one pass; on an error every row is as it was."""
