@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,14 @@ from blockdraft.train.blocks import step_generator
 from blockdraft.train.corpus import Corpus
 from blockdraft.train.initial import initialise_draft, read_draft_tensors, read_target_layers
 from blockdraft.train.loop import Trainer
-from blockdraft.train.optim import has_fast_bfloat16, make_optimiser, noisy_taps, resolve_autocast, resolve_device
+from blockdraft.train.optim import (
+    MuonAndAdamW,
+    has_fast_bfloat16,
+    make_optimiser,
+    noisy_taps,
+    resolve_autocast,
+    resolve_device,
+)
 from engine_kit import draft_config, tiny_model
 from train_kit import TAPS, head_of, make_corpus, make_recipe, tiny_optim
 
@@ -126,6 +134,57 @@ def test_weight_decay_concerns_matrices_only(target) -> None:
         if "norm" in name or name.endswith(("base_kernel", "_codebook")) or name == "mask_embedding"
     }
     assert len(decay) == len(list(draft.parameters()))
+
+
+def muon_draft(target) -> tuple[DraftModel, MuonAndAdamW]:
+    draft = initialise_draft(config_for(target[0]), head_of(target[0]), seed=1, has_mask_embedding=True)
+    return draft, make_optimiser(draft, replace(tiny_optim(), kind="muon", weight_decay=0.1))
+
+
+def some_step(draft: DraftModel, optimiser, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in draft.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimiser.step()
+
+
+def test_muon_moves_matrices_between_hidden_rows_and_adamw_the_rest(target) -> None:
+    draft, optimiser = muon_draft(target)
+    muon, adamw = optimiser.parts
+    names = {id(parameter): name for name, parameter in draft.named_parameters()}
+    moved = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    rest = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+    assert {"fc.weight", "layers.0.mlp.up_proj.weight", "layers.0.self_attn.q_proj.weight"} <= moved
+    assert "candidate_selector.hidden_projection.weight" in moved
+    assert not any(part in name for name in moved for part in ("norm", "codebook", "conv", "mask_embedding"))
+    assert moved | rest == set(names.values()) and not moved & rest
+    assert {group["weight_decay"] for group in adamw.param_groups} == {0.0}
+
+
+def test_a_muon_step_is_an_orthogonal_matrix_of_the_learning_rates_size(target) -> None:
+    draft, optimiser = muon_draft(target)
+    before = draft.layers[0].mlp.up_proj.weight.detach().clone()
+    some_step(draft, optimiser, seed=3)
+    rate = tiny_optim().learning_rate
+    step = before * (1 - rate * 0.1) - draft.layers[0].mlp.up_proj.weight.detach()
+    values = torch.linalg.svdvals(step) / (rate * 0.2 * max(step.shape) ** 0.5)
+    assert float(values.min()) > 0.6 and float(values.max()) < 1.3  # Newton-Schulz in bfloat16 is that rough
+
+
+def test_muon_goes_on_from_its_saved_state_as_if_it_had_not_stopped(target) -> None:
+    draft, optimiser = muon_draft(target)
+    some_step(draft, optimiser, seed=3)
+    saved, weights = copy.deepcopy(optimiser.state_dict()), copy.deepcopy(draft.state_dict())
+    some_step(draft, optimiser, seed=4)
+    again, other = muon_draft(target)
+    again.load_state_dict(weights)
+    other.load_state_dict(saved)
+    some_step(again, other, seed=4)
+    for one, two in zip(draft.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
+    saved["param_groups"].pop()
+    with pytest.raises(ValueError, match="other groups"):
+        other.load_state_dict(saved)
 
 
 # ---- device and precision --------------------------------------------------------------------------------------------

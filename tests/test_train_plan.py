@@ -15,6 +15,7 @@ from blockdraft.config import TargetFacts
 from blockdraft.draft import DraftModel
 from blockdraft.errors import ConfigError
 from blockdraft.targets import HFTarget
+from blockdraft.train.optim import make_optimiser
 from blockdraft.train.overrides import ResolvedRecipe
 from blockdraft.train.plan import facts_for, make_plan, sizes_of
 from blockdraft.train.probe import PROBE_STEPS, RandomCorpus, run_probe, why_not
@@ -61,15 +62,15 @@ def sizes(recipe):
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("learned", [False, True])
-def test_parameters_and_their_bytes_are_those_of_the_model(learned: bool) -> None:
-    recipe = recipe_with_facts(draft={"learned_mask_embedding": learned})
+@pytest.mark.parametrize(("learned", "kind"), [(False, "adamw"), (True, "adamw"), (True, "muon")])
+def test_parameters_and_their_bytes_are_those_of_the_model(learned: bool, kind: str) -> None:
+    recipe = recipe_with_facts(draft={"learned_mask_embedding": learned}, optim={"kind": kind})
     found = sizes(recipe)
     model = DraftModel(recipe.draft.config(FACTS), has_mask_embedding=learned)
-    optimiser = torch.optim.AdamW(model.parameters())
+    optimiser = make_optimiser(model, recipe.optim)
     sum(parameter.sum() for parameter in model.parameters()).backward()
     optimiser.step()
-    moments = [t for state in optimiser.state.values() for t in state.values() if t.dim()]
+    moments = [t for state in optimiser.state_dict()["state"].values() for t in state.values() if t.dim()]
     assert found["trainable_parameters"] == sum(p.numel() for p in model.parameters())
     assert sum(count for name, count in found["parameters"].items() if name != "total") == found["parameters"]["total"]
     assert found["train_bytes"] == {

@@ -143,6 +143,7 @@ BAD = [
     ("loss.selector_weight", -0.1, "must not be negative"),
     ("loss.selector_start_step", -1, "loss.selector_start_step is -1"),
     ("loss.num_random_head_rows", -1, "loss.num_random_head_rows is -1"),
+    ("optim.kind", "sgd", 'optim.kind is \'sgd\'; allowed are "adamw" and "muon"'),
     ("optim.num_steps", 0, "optim.num_steps is 0"),
     ("optim.sequences_per_step", 0, "optim.sequences_per_step is 0"),
     ("optim.learning_rate", -1e-3, "optim.learning_rate is -0.001"),

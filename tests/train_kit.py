@@ -128,6 +128,7 @@ def tiny_draft() -> DraftRecipe:
 
 def tiny_optim() -> OptimRecipe:
     return OptimRecipe(
+        kind="adamw",
         num_steps=40,
         sequences_per_step=2,
         blocks_per_sequence=8,

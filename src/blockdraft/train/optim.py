@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from blockdraft.config import DraftConfig
 from blockdraft.draft import DraftModel
 from blockdraft.errors import UnavailableError
 from blockdraft.train.recipe import OptimRecipe
 
-__all__ = ["has_fast_bfloat16", "make_optimiser", "noisy_taps", "resolve_autocast", "resolve_device"]
+__all__ = [
+    "MuonAndAdamW",
+    "count_muon_parameters",
+    "has_fast_bfloat16",
+    "is_muon_matrix",
+    "make_optimiser",
+    "noisy_taps",
+    "resolve_autocast",
+    "resolve_device",
+]
 
 _NEVER_DECAYED = ("base_kernel", "_codebook")
+_TABLES = (
+    "_codebook",
+    "transfer_codes",
+    "markov_w1.weight",
+    "markov_w2.weight",
+    "embed_tokens.weight",
+    "lm_head.weight",
+)
 
 
 def resolve_device(optim: OptimRecipe) -> torch.device:
@@ -39,15 +60,92 @@ def has_fast_bfloat16(device: torch.device) -> bool:
     return bool(able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16"))
 
 
-def make_optimiser(model: DraftModel, optim: OptimRecipe) -> torch.optim.AdamW:
-    """AdamW whose weight decay concerns matrices only: not norms, biases, base kernels, codebooks, mask embedding."""
+class MuonAndAdamW:
+    """Muon on the matrices between hidden rows, AdamW on all else, as one optimiser with one state.
+
+    Muon (torch.optim.Muon) gives the step of a matrix orthogonal directions of one size, scaled so that AdamW's
+    learning rates fit (`match_rms_adamw`). Parameters are numbered through, Muon's first.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor], optim: OptimRecipe) -> None:
+        muon = torch.optim.Muon(
+            list(matrices), lr=optim.learning_rate, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        self.parts: tuple[torch.optim.Optimizer, ...] = (muon, _adamw([(others, 0.0)], optim))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """One state: numbers of parameters go on from part to part."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for part in self.parts:
+            own, first = part.state_dict(), sum(len(group["params"]) for group in groups)
+            state |= {first + index: entry for index, entry in own["state"].items()}
+            groups += [
+                {**group, "params": [first + index for index in group["params"]]} for group in own["param_groups"]
+            ]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave. Raises ValueError where its groups are other ones."""
+        groups = list(saved["param_groups"])
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError("the saved optimiser has other groups of parameters")
+        for part in self.parts:
+            own, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
+            numbers = [index for group in own for index in group["params"]]
+            first = min(numbers)
+            part.load_state_dict(
+                {
+                    "state": {index - first: saved["state"][index] for index in numbers if index in saved["state"]},
+                    "param_groups": [{**one, "params": [index - first for index in one["params"]]} for one in own],
+                }
+            )
+
+
+def is_muon_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether Muon moves it: a matrix that maps hidden rows to hidden rows; not tables, kernels, norms or a gate."""
+    return parameter.dim() == 2 and min(parameter.shape) > 1 and not name.endswith(_TABLES) and "conv." not in name
+
+
+def count_muon_parameters(config: DraftConfig) -> int:
+    """Numbers that Muon moves in a draft of this config: it keeps one moment of each, AdamW two."""
+    with torch.device("meta"):
+        named = DraftModel(config).named_parameters()
+    return sum(parameter.numel() for name, parameter in named if is_muon_matrix(name, parameter))
+
+
+def make_optimiser(model: DraftModel, optim: OptimRecipe) -> torch.optim.AdamW | MuonAndAdamW:
+    """The recipe's optimiser; weight decay concerns matrices only: not norms, biases, base kernels, codebooks, masks.
+
+    With "muon" it concerns the matrices that Muon moves.
+    """
+    named = list(model.named_parameters())
+    if optim.kind == "muon":
+        matrices = [parameter for name, parameter in named if is_muon_matrix(name, parameter)]
+        return MuonAndAdamW(matrices, [p for name, p in named if not is_muon_matrix(name, p)], optim)
     decayed: list[Tensor] = []
     others: list[Tensor] = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         is_decayed = parameter.dim() == 2 and not name.endswith(_NEVER_DECAYED)
         (decayed if is_decayed else others).append(parameter)
+    return _adamw([(decayed, optim.weight_decay), (others, 0.0)], optim)
+
+
+def _adamw(groups: Sequence[tuple[Sequence[Tensor], float]], optim: OptimRecipe) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        [{"params": list(parameters), "weight_decay": decay} for parameters, decay in groups],
         lr=optim.learning_rate,
         betas=(optim.beta1, optim.beta2),
         fused=True,

@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from blockdraft.config import DraftConfig
 from blockdraft.draft import DraftModel
 from blockdraft.errors import ConfigError, UnavailableError
+from blockdraft.train.optim import MuonAndAdamW
 
 __all__ = ["SHARDINGS", "OtherProcessFailed", "Parallel"]
 
@@ -267,7 +268,9 @@ class Parallel:
             return model
         return DraftModel.from_checkpoint(_Weights(model.config, tensors), device=self.device)
 
-    def load_whole(self, model: nn.Module, optimiser: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    def load_whole(
+        self, model: nn.Module, optimiser: torch.optim.Optimizer | MuonAndAdamW, state: Mapping[str, Any]
+    ) -> None:
         """Take over state["model"] and state["optimiser"], which are whole; each process keeps its own part."""
         mine, saved = model.state_dict(), state["optimiser"]
         model.load_state_dict({name: _spread_like(mine.get(name), value) for name, value in state["model"].items()})

@@ -15,6 +15,7 @@ from typing import Any
 from blockdraft.config import DraftConfig, TargetFacts
 from blockdraft.errors import ConfigError, shown
 from blockdraft.inspection import count_parameters, read_target_facts
+from blockdraft.train.optim import count_muon_parameters
 from blockdraft.train.overrides import ResolvedRecipe
 from blockdraft.train.recipe import Recipe
 
@@ -23,7 +24,6 @@ __all__ = ["BUILTIN_TARGET", "Plan", "facts_for", "make_plan", "sizes_of", "targ
 BUILTIN_TARGET = "smollm2-135m"
 _FLOAT32_BYTES = 4
 _FEATURE_BYTES = 2
-_MASTER_BYTES = {"weights": 4, "gradients": 4, "optimiser": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +123,18 @@ def sizes_of(recipe: Recipe, config: DraftConfig) -> dict[str, Any]:
     text = _text(recipe)
     per_token = _feature_bytes_per_token(recipe, config)
     optim = recipe.optim
+    with_one_moment = 0 if optim.kind == "adamw" else count_muon_parameters(config)
     blocks = optim.num_steps * optim.sequences_per_step * optim.blocks_per_sequence
     sequences = optim.num_steps * optim.sequences_per_step
     return {
         "parameters": parts,
         "trainable_parameters": trainable,
         "frozen_parameters": 2 * config.vocab_size * config.target_hidden_size,
-        "train_bytes": {name: size * trainable for name, size in _MASTER_BYTES.items()},
+        "train_bytes": {
+            "weights": _FLOAT32_BYTES * trainable,
+            "gradients": _FLOAT32_BYTES * trainable,
+            "optimiser": _FLOAT32_BYTES * (2 * trainable - with_one_moment),
+        },
         "text": text,
         "features": {
             "where": recipe.text.features,

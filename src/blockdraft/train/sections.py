@@ -221,12 +221,15 @@ class LossRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimRecipe:
-    """AdamW on float32 master weights: warm-up, then "wsd" (constant, linear decay) or "cosine".
+    """An optimiser of float32 master weights: warm-up, then "wsd" (constant, linear decay) or "cosine".
+
+    "adamw", or "muon": Muon on the matrices between hidden rows, AdamW on all else; `beta1`, `beta2` are AdamW's.
 
     `taps_noise` is the deviation of Gaussian noise on the taps, as a share of their root mean square (0 = none).
     "auto" device is the first GPU or the CPU; "auto" autocast is bfloat16 where the device multiplies it fast.
     """
 
+    kind: str
     num_steps: int
     sequences_per_step: int
     blocks_per_sequence: int
@@ -245,6 +248,7 @@ class OptimRecipe:
     sharding: str
 
     def __post_init__(self) -> None:
+        require_one_of("optim.kind", self.kind, "adamw", "muon")
         require_one_of("optim.schedule", self.schedule, "wsd", "cosine")
         require_one_of("optim.autocast", self.autocast, "none", "bfloat16", "auto")
         require_one_of("optim.device", self.device, "cpu", "cuda", "auto")
@@ -260,6 +264,11 @@ class OptimRecipe:
                 raise ConfigError(f"optim.{name} is 1.0; it must be below 1")
         for name in ("warmup_fraction", "decay_fraction", "final_lr_fraction"):
             require_fraction(f"optim.{name}", getattr(self, name))
+        if self.kind == "muon" and self.sharding == "fsdp2":
+            raise ConfigError(
+                'optim.kind is "muon", whose step needs whole matrices, and optim.sharding=fsdp2 spreads them; '
+                "set optim.sharding=ddp, or optim.kind=adamw"
+            )
         self._check_schedule()
 
     def _check_schedule(self) -> None:
