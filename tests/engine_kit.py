@@ -150,9 +150,10 @@ class Continuation:
         self._next += 1
         return cache
 
-    def inject(self, taps_CNE: Tensor, cache: _Positions) -> None:
-        assert taps_CNE.shape[1:] == (self.config.num_taps, self.config.target_hidden_size)
-        cache.num_positions += len(taps_CNE)
+    def inject_rows(self, taps: Sequence[Tensor], caches: Sequence[_Positions]) -> None:
+        for taps_CNE, cache in zip(taps, caches, strict=True):
+            assert taps_CNE.shape[1:] == (self.config.num_taps, self.config.target_hidden_size)
+            cache.num_positions += len(taps_CNE)
 
     def noise(self, anchor_ids, length, embed) -> Tensor:
         return torch.zeros(len(anchor_ids), length, self.config.hidden_size, dtype=torch.float64)

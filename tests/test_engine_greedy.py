@@ -7,7 +7,6 @@ import torch
 
 from blockdraft.accept import SamplingParams
 from blockdraft.engine import Engine, Request
-from blockdraft.engine.step import decode_step, first_token, prefill
 from blockdraft.errors import PairError, RequestError
 from engine_kit import (
     Continuation,
@@ -81,7 +80,7 @@ def test_random_scripts_hold_every_invariant_after_every_step(model, ar_text):
         assert row is not None
         if not ticket.is_finished:
             assert row.target_row.num_positions == len(row.ids) - 1
-            assert row.draft_cache.num_positions == len(row.ids) - 1
+            assert row.num_fed == row.draft_cache.num_positions + row.num_pending == len(row.ids) - 1
         row.stats.check()
     assert list(ticket.completion.token_ids) == ar_text
     assert ticket.completion.stats.num_emitted_tokens == 60
@@ -274,15 +273,14 @@ def test_a_failed_request_leaves_nothing_behind(model):
     assert engine.num_running == engine.num_waiting == 0
 
 
-def _failing_after(target, monkeypatch, *, calls: int) -> None:
-    """The target's forward raises at that call, and never again."""
-    real, count = target.forward, [0]
+def _failing_for(target, monkeypatch, fails) -> None:
+    """The target's forward raises whenever `fails(ids)` of the list of id vectors that it is given."""
+    real = target.forward
 
-    def forward(*args, **kwargs):
-        count[0] += 1
-        if count[0] == calls:
+    def forward(ids, *args, **kwargs):
+        if fails([x.tolist() for x in ids]):
             raise MemoryError("no room")
-        return real(*args, **kwargs)
+        return real(ids, *args, **kwargs)
 
     monkeypatch.setattr(target, "forward", forward)
 
@@ -305,7 +303,7 @@ def test_a_step_that_breaks_off_ends_its_rows_and_leaves_the_engine_as_new(model
         done = ticket.completion
         assert done is not None and done.finish_reason == "cancelled"
         assert len(done.token_ids) == len(done.events) == done.stats.num_emitted_tokens == count
-        assert ticket.row.target_row.num_bytes == 0
+        assert ticket.row.num_bytes == 0
     assert list(run_one(engine, prompt_ids=PROMPT, max_new_tokens=60, stop_ids=NO_STOP).token_ids) == ar_text
 
 
@@ -326,20 +324,34 @@ def test_a_prefill_that_fails_ends_its_own_request_only(model, ar_text, monkeypa
     first = engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=60, stop_ids=NO_STOP))
     engine.step()
     second = engine.submit(Request(prompt_ids=[1, 2, 3], max_new_tokens=5, stop_ids=NO_STOP))
-    _failing_after(target, monkeypatch, calls=1)
-    with pytest.raises(MemoryError):
-        engine.step()
-    assert second.is_finished and second.completion.finish_reason == "cancelled" and list(engine.follow(second)) == []
+    _failing_for(target, monkeypatch, lambda ids: [1, 2, 3] in ids)
+    engine.step()
+    assert second.is_finished and second.completion.finish_reason == "error"
+    assert second.completion.error == "no room" and second.completion.token_ids == ()
+    with pytest.raises(RequestError, match="no room"):
+        next(engine.follow(second))
     for _ in engine.follow(first):
         pass
     assert list(first.completion.token_ids) == ar_text
 
 
+def test_a_forward_that_fails_for_every_row_is_an_error_of_the_engine(model, monkeypatch):
+    target = hf_target(model)
+    engine = Engine(target, random_draft(draft_config(target.facts)))
+    tickets = [engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=9, stop_ids=NO_STOP)) for _ in range(2)]
+    engine.step()
+    _failing_for(target, monkeypatch, lambda ids: True)
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert engine.num_running == 0
+    assert [len(t.completion.token_ids) for t in tickets] == [1, 1]
+
+
 def test_a_run_that_breaks_off_leaves_nothing_that_a_later_one_would_finish(model, ar_text, monkeypatch):
     target = hf_target(model)
     engine = Engine(target, random_draft(draft_config(target.facts)), max_rows=1)
-    _failing_after(target, monkeypatch, calls=3)
-    with pytest.raises(MemoryError):
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        _failing_for(target, patch, lambda ids: len(ids[0]) == 8)
         engine.run([Request(prompt_ids=PROMPT, max_new_tokens=30, stop_ids=NO_STOP)] * 3)
     assert engine.num_running == engine.num_waiting == 0
     assert list(run_one(engine, prompt_ids=PROMPT, max_new_tokens=60, stop_ids=NO_STOP).token_ids) == ar_text
@@ -391,20 +403,22 @@ def test_a_minimum_length_with_every_id_a_stop_id_is_refused(model):
 
 @pytest.mark.parametrize("stop_at", [3, 8, 11, None])
 @pytest.mark.parametrize("limit", [9, 30])
-def test_s01_s03_after_a_cut_the_states_hold_the_emitted_text_and_no_more(model, ar_text, stop_at, limit):
+def test_s01_s03_after_a_cut_the_states_hold_the_emitted_text_and_no_more(model, ar_text, stop_at, limit, monkeypatch):
     """The finished row, before it is freed: every token but the last one is in the target's and the draft's state."""
     engine = engine_with(model, oracle(model, ar_text))
     stop = NO_STOP if stop_at is None else frozenset({ar_text[stop_at]})
-    row = engine._new_row(Request(prompt_ids=PROMPT, max_new_tokens=limit, stop_ids=stop))
-    first_token(row, prefill(row, engine.target, engine.draft, chunk_size=512))
-    row.stats.add_prefill(seconds=0.0)
-    while not row.is_finished:
-        decode_step([row], engine.target, engine.draft)
+    kept = []
+    monkeypatch.setattr(engine, "_retire", lambda ticket: kept.append(ticket))
+    ticket = engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=limit, stop_ids=stop))
+    while not kept:
+        engine.step()
+    row = ticket.row
     emitted = ar_text[:limit]
     if stop_at is not None and ar_text[stop_at] in emitted:
         emitted = emitted[: emitted.index(ar_text[stop_at]) + 1]
     assert row.ids == [*PROMPT, *emitted]
-    assert row.target_row.num_positions == row.draft_cache.num_positions == len(row.ids) - 1
+    assert row.target_row.num_positions == row.num_fed == len(row.ids) - 1
+    assert row.draft_cache.num_positions + row.num_pending == row.num_fed
     row.stats.check()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import blockdraft.engine.step as step_module
+import blockdraft.engine.decide as decide_module
 from blockdraft.accept import SamplingParams, Sparse, target_distribution
 from blockdraft.draft import CandidateLists, Proposal
 from blockdraft.engine import Engine, Request
@@ -56,8 +56,9 @@ class TableDraft:
     def new_cache(self):
         return type("Count", (), {"num_positions": 0})()
 
-    def inject(self, taps_CNE, cache) -> None:
-        cache.num_positions += len(taps_CNE)
+    def inject_rows(self, taps, caches) -> None:
+        for taps_CNE, cache in zip(taps, caches, strict=True):
+            cache.num_positions += len(taps_CNE)
 
     def noise(self, anchor_ids, length, embed) -> Tensor:
         return torch.zeros(len(anchor_ids), length, self.config.hidden_size, dtype=torch.float64)
@@ -147,14 +148,14 @@ def test_sampled_text_follows_the_targets_law(model, params, kind, width):
 
 
 def _accept_variant(name: str):
-    real = step_module.accept
+    real = decide_module.accept
 
     def shared_noise(ids, q, p, generator):
         return real(ids, q, p, torch.Generator().manual_seed(1))
 
     def argmax_verify(ids, q, p, generator):
         greedy = p.argmax(-1).tolist()
-        return step_module.accept_greedy(ids, greedy)
+        return decide_module.accept_greedy(ids, greedy)
 
     def flattened_q(ids, q, p, generator):
         if isinstance(q, Sparse):
@@ -186,7 +187,7 @@ def _accept_variant(name: str):
     ],
 )
 def test_the_same_check_refuses_a_broken_engine(model, variant, monkeypatch):
-    monkeypatch.setattr(step_module, "accept", _accept_variant(variant))
+    monkeypatch.setattr(decide_module, "accept", _accept_variant(variant))
     assert not law_is_kept(model, "random", SamplingParams(temperature=1.0), 5)
 
 
@@ -198,7 +199,7 @@ def test_the_same_check_refuses_cuts_left_out_of_p(model, monkeypatch):
     def uncut(logits_TV, params, **rest):
         return target_distribution(logits_TV, SamplingParams(temperature=params.temperature), **rest)
 
-    monkeypatch.setattr(step_module, "target_distribution", uncut)
+    monkeypatch.setattr(decide_module, "target_distribution", uncut)
     assert not law_is_kept(model, "self", SamplingParams(temperature=1.0, top_p=0.7), 5)
 
 

@@ -18,7 +18,8 @@ from blockdraft.text import check_stop
 __all__ = ["Completion", "FinishReason", "Request", "Speculation", "TokenEvent", "TokenKind"]
 
 TokenKind = Literal["first", "accepted", "bonus"]
-FinishReason = Literal["stop", "length", "cancelled"]
+MAX_PRIORITY = 1_000_000
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,7 @@ class Request:
     `min_confidence` ends a block's proposals before the first whose predicted acceptance is below it (DSpark's
     confidence head; 0 never does). `stop_ids` None means the target's own end ids; an empty set means none.
     `num_logprobs` None reports no log-probabilities, n reports the emitted id's and the n most likely ones.
+    `priority`: lower is served first (any whole number; equal ones in the order of submission).
     """
 
     prompt_ids: Sequence[int]
@@ -44,6 +46,7 @@ class Request:
     width: int | None = None
     min_confidence: float = 0.0
     num_logprobs: int | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, SamplingParams):
@@ -81,6 +84,10 @@ class Request:
             )
         if self.num_logprobs is not None:
             _count("num_logprobs", self.num_logprobs, least=0)
+        if type(self.priority) is not int or abs(self.priority) > MAX_PRIORITY:
+            raise RequestError(
+                f"priority is {self.priority!r}; it must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +117,15 @@ class Speculation:
 class Completion:
     """What a request gave. `token_ids` ends with the stop id or with the id that completed a stop string.
 
-    `text` is None where the engine has no tokenizer. `stop` is the id or string that ended it.
+    `text` is None where the engine has no tokenizer. `stop` is the id or string that ended it. `error` says, where
+    `finish_reason` is "error", what broke this request; the tokens before that are good.
     """
 
     token_ids: tuple[int, ...]
     text: str | None
     finish_reason: FinishReason
     stop: int | str | None
+    error: str | None
     events: tuple[TokenEvent, ...]
     stats: RequestStats
     speculation: Speculation

@@ -222,7 +222,8 @@ def _score(parts: Sequence[_Part], target: Target) -> list[_Part]:
 # ---- commit ----------------------------------------------------------------------------------------------------------
 def _commit(part: _Part, decision: Decision) -> None:
     row, part.num_accepted = part.row, decision.num_accepted
-    kinds: list[TokenKind] = ["first"] if part.is_chunk else ["accepted"] * decision.num_accepted + ["bonus"]
+    kinds: list[TokenKind] = ["accepted"] * decision.num_accepted
+    kinds.append("first" if part.is_chunk else "bonus")
     if decision.ids:
         entries = _logprobs(row, part.logits_TV[: len(decision.ids)], decision.ids)
         part.num_emitted = row.commit(decision.ids, kinds, entries)
