@@ -8,7 +8,7 @@ from __future__ import annotations
 from blockdraft.engines.cards import Floor, floor_of
 from blockdraft.engines.command import Command, render
 from blockdraft.engines.launch import Conduct, run_launch
-from blockdraft.engines.prepare import ENGINES, Launch, Wish, find_engine, prepare
+from blockdraft.engines.assemble import ENGINES, Launch, Wish, find_engine, prepare
 
 __all__ = [
     "ENGINES",

@@ -15,12 +15,13 @@ from blockdraft.engines.command import extra_value
 from blockdraft.engines.confirm import Watch
 from blockdraft.engines.explain import likely_causes
 from blockdraft.engines.measure import PROMPTS, Acceptance, Client, probe
-from blockdraft.engines.prepare import Launch
+from blockdraft.engines.assemble import Launch
 from blockdraft.engines.process import EngineProcess
 from blockdraft.errors import RequestError, UnavailableError, shown
 
 _POLL_S = 0.2
 _SETTLE_S = 0.5  # a log line may come just after the answer that it belongs to
+_DYING_S = 2.0  # how long an engine that broke off an answer may take to end
 STARTED_WRONG = 1
 
 
@@ -156,8 +157,7 @@ def _wait_until_ready(launch: Launch, conduct: Conduct, process: EngineProcess, 
     """Return when the engine answers, or when its log already shows that it understood something else."""
     deadline = time.monotonic() + conduct.startup_timeout_s
     while not client.is_ready(launch.engine.ready_path):
-        if process.returncode is not None:
-            process.drain()
+        if process.is_ended(within_s=0):
             raise UnavailableError(
                 f"{launch.engine.label} ended with code {process.returncode} before it was ready; its last line: "
                 f"{shown(process.last_line(), 240)}"
@@ -191,9 +191,8 @@ def _is_accepting(
             log=watch.lines,
         )
     except UnavailableError as error:
-        if process.returncode is None:
+        if not process.is_ended(within_s=_DYING_S):
             raise
-        process.drain()
         raise UnavailableError(
             f"{launch.engine.label} ended with code {process.returncode} while it was probed: "
             f"{shown(process.last_line(), 240)} ({error})"

@@ -70,9 +70,15 @@ class EngineProcess:
                 return code
             time.sleep(_POLL_S)
 
-    def drain(self) -> None:
-        """Read what a dead engine still had to say."""
+    def is_ended(self, within_s: float) -> bool:
+        """Whether the engine ends within so many seconds; what it still had to say is read then."""
+        deadline = time.monotonic() + within_s
+        while self._popen.poll() is None:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
         self._reader.join(timeout=1)
+        return True
 
     def last_line(self) -> str:
         return self.tail[-1].strip() if self.tail else "it printed nothing"

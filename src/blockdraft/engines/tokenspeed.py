@@ -1,4 +1,8 @@
-"""TokenSpeed: how it is started with a draft, what its log says about it, and where each of that was read."""
+"""TokenSpeed: how it is started with a draft, what its log says about it, and where each of that was read.
+
+Of the card of lightseekorg/kimi-k3-dflash2 the flags of its command are known as others quote them; the rest of that
+command (lengths, CUDA graphs) follows TokenSpeed's own gates for Kimi K3.
+"""
 
 from __future__ import annotations
 
