@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.published import PUBLISHED
+
 from blockdraft.engines import Launch, Wish, prepare
 
 DRAFTS = {entry.name: entry for entry in PUBLISHED if entry.config is not None}

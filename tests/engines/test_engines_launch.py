@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from blockdraft.engines import ENGINES
 from fake_engine import install
 from pairs import PAIRS, write_pair
+
+from blockdraft.engines import ENGINES
 from tiny_pair import Ran, run_cli
 
 QWEN = PAIRS["qwen3.8-27b-dflash2"]

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairs import PAIRS, Pair, prepared, serve_hub, write_pair
 
 from blockdraft.engines import ENGINES, render
 from blockdraft.engines.command import Word
 from blockdraft.errors import BlockdraftError, ConfigError, PairError, RequestError, UnavailableError
-from pairs import PAIRS, Pair, prepared, serve_hub, write_pair
 
 GOLDEN = Path(__file__).parent / "golden"
 K3, K31, QWEN = PAIRS["kimi-k3-dflash2"], PAIRS["kimi-k3.1-dflash2-preview"], PAIRS["qwen3.8-27b-dflash2"]
@@ -93,7 +93,7 @@ def test_every_word_of_a_command_has_a_reason_and_can_be_pasted(engine: str, nam
 
 @pytest.mark.usefixtures("hub")
 def test_the_line_of_kimi_k3_is_the_documented_one() -> None:
-    """Kimi K3 in TokenSpeed, from the checkpoint and the machine: every flag of the card, with its value, in its order."""
+    """Kimi K3 in TokenSpeed, from checkpoint and machine: every flag of the card, with its value, in its order."""
     command = prepared("tokenspeed", K3).command
     card = shlex.split(K3_CARD)
     names = set(card[::2])

@@ -5,10 +5,10 @@ Owns: one table of rules per engine, and what is done with them. Must not know: 
 
 from __future__ import annotations
 
+from blockdraft.engines.assemble import ENGINES, Launch, Wish, find_engine, prepare
 from blockdraft.engines.cards import Floor, floor_of
 from blockdraft.engines.command import Command, render
 from blockdraft.engines.launch import Conduct, run_launch
-from blockdraft.engines.assemble import ENGINES, Launch, Wish, find_engine, prepare
 
 __all__ = [
     "ENGINES",

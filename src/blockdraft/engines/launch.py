@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
+from blockdraft.engines.assemble import Launch
 from blockdraft.engines.cards import Floor
 from blockdraft.engines.command import extra_value
 from blockdraft.engines.confirm import Watch
 from blockdraft.engines.explain import likely_causes
 from blockdraft.engines.measure import PROMPTS, Acceptance, Client, probe
-from blockdraft.engines.assemble import Launch
 from blockdraft.engines.process import EngineProcess
 from blockdraft.errors import RequestError, UnavailableError, shown
 

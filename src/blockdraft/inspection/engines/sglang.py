@@ -119,8 +119,8 @@ SGLANG = EngineRules(
             name="recurrent_target",
             level="note",
             when=lambda draft: draft.is_recurrent,
-            text="a target with recurrent state needs --mamba-scheduler-strategy extra_buffer",
-            source="z-lab/dflash README",
+            text="a target with recurrent state needs --mamba-radix-cache-strategy extra_buffer",
+            source="sglang 0.5.23 mamba_hook.py; z-lab/dflash README by an older name, --mamba-scheduler-strategy",
         ),
     ),
 )

@@ -19,10 +19,10 @@ VLLM = EngineRules(
         ),
         Rule(
             name="dialect",
-            level="refused",
+            level="note",
             when=lambda draft: draft.dialect == "speculators" and draft.is_v2,
-            text="speculators' flat keys of DFlash 2 are not read: `blockdraft convert` to z-lab first",
-            source="speculators PR 1006, its serving notes",
+            text="0.32 reads speculators' flat keys of DFlash 2; for older releases `blockdraft convert` to z-lab",
+            source="vllm 0.32 transformers_utils/configs/speculators/algos.py; speculators PR 1006 for older ones",
         ),
         Rule(
             name="gguf",
