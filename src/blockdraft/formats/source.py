@@ -14,12 +14,25 @@ from blockdraft.errors import CheckpointError, UnavailableError, shown
 __all__ = ["locate"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILE = re.compile(rf"({_HUB_ID.pattern})/([\w.-]+\.gguf)")
 _CONFIGS = ("config.json", "generation_config.json")
-_WANTED = ("*.json", "*.safetensors", "mask_embedding.pt", "*.jinja", "*.model")
+_WANTED = (
+    "*.json",
+    "*.safetensors",
+    "mask_embedding.pt",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+)
+_CODE = "*.py"
 
 
-def locate(source: str | Path, *, what: str, config_only: bool = False) -> Path:
-    """The folder (or the config.json) that `source` names. `what` is "draft" or "target", for the message.
+def locate(source: str | Path, *, what: str, config_only: bool = False, with_code: bool = False) -> Path:
+    """The folder (or the file) that `source` names. `what` is "draft" or "target", for the message.
+
+    `with_code`: of a hub id, the Python files too. One GGUF of a hub id is named owner/name/FILE.gguf.
 
     Raises CheckpointError for a path that is not there and UnavailableError for a hub id that cannot be fetched.
     """
@@ -30,12 +43,16 @@ def locate(source: str | Path, *, what: str, config_only: bool = False) -> Path:
     path = Path(os.path.expanduser(name))
     if os.path.exists(path):
         return path
-    if not _HUB_ID.fullmatch(name):
+    file = _HUB_FILE.fullmatch(name)
+    if file is None and not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"{what} {shown(name)}: no such folder, and not a hub id (owner/name); check the path")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
 
+    wanted = list(_CONFIGS if config_only else _WANTED) + ([_CODE] if with_code else [])
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_CONFIGS if config_only else _WANTED)))
+        if file is not None:
+            return Path(hf_hub_download(file[1], file[2]))
+        return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # the hub's client has no common base for "not there" and "not allowed"
         reason = " ".join(str(error).split()) or "no reason given"
         raise UnavailableError(

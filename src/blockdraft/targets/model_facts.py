@@ -16,7 +16,7 @@ from blockdraft.errors import PairError
 
 from .hf_cache import refusal
 
-__all__ = ["cache_word", "declared_facts", "decoder_of", "end_ids_of", "facts_of"]
+__all__ = ["cache_word", "declared_facts", "decoder_of", "end_ids_of", "facts_of", "is_spread"]
 
 
 def declared_facts(config: Any) -> TargetFacts:
@@ -26,7 +26,10 @@ def declared_facts(config: Any) -> TargetFacts:
     facts = TargetFacts.from_config({"max_position_embeddings": 1, **raw})
     if facts.model_type in REFUSED_RECURRENT_MODEL_TYPES:
         raise PairError(refusal(facts.model_type, "recurrent state that is out of reach or lost between forwards"))
-    return TargetFacts.from_config(raw)
+    facts = TargetFacts.from_config(raw)
+    # The class of a text part fills in an end of its own where the file leaves it to the whole model.
+    ends = (*facts.eos_token_ids, *token_ids("eos_token_id", raw.get("eos_token_id")))
+    return dataclasses.replace(facts, eos_token_ids=tuple(dict.fromkeys(ends)))
 
 
 def _filled(config: Any) -> dict[str, Any]:
@@ -71,6 +74,11 @@ def _rope_limits(config: Any) -> list[int]:
             shared = getattr(config, "original_max_position_embeddings", None)
             limits.append(int(own or shared or config.max_position_embeddings))
     return limits
+
+
+def is_spread(model: Any) -> bool:
+    """Whether the modules of a model lie on more than one device, or are fetched when they run."""
+    return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
 
 
 def cache_word(model: Any, model_type: str) -> str:

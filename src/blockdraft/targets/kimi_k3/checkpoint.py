@@ -90,6 +90,11 @@ def read_raw(folder: Path) -> dict[str, Any]:
     return raw
 
 
+def facts_of_folder(folder: Path) -> TargetFacts:
+    """The facts of a folder's config, and the ends of text of its generation config too."""
+    return _facts_of(folder, read_raw(folder))
+
+
 def read(
     folder: Path, *, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> tuple[KimiK3Model, TargetFacts]:
