@@ -20,9 +20,16 @@ SGLANG = EngineRules(
         Rule(
             name="dialect",
             level="refused",
-            when=lambda draft: draft.dialect not in ("z-lab", "deepspec", "k3-dspark"),
+            when=lambda draft: draft.dialect not in ("z-lab", "deepspec", "k3-dspark", "transformers"),
             text="it does not read {dialect} files: `blockdraft convert` to z-lab first",
             source="sglang dflash_utils.py; speculators PR 1006",
+        ),
+        Rule(
+            name="native",
+            level="unknown",
+            when=lambda draft: draft.dialect == "transformers",
+            text="0.5.23 has a class for Muse Glimmer's assistant; how it reads the keys of this file was not read",
+            source="sglang 0.5.23 models/dflash.py (MuseGlimmerAssistantModel, names under encoder.)",
         ),
         Rule(
             name="mla_dflash2",
