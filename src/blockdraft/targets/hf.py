@@ -9,9 +9,10 @@ Shapes: T positions fed to the target, N taps, E target width, V vocabulary rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar, Token
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,10 +22,12 @@ from blockdraft.config import TapStream
 from blockdraft.errors import PairError
 
 from .contract import Row, Scored, check_forward, checked_length, checked_taps
-from .hf_cache import RowCache, refusal
-from .model_facts import cache_word, decoder_of, facts_of
-from .recurrent import Mixers, Undo
-from .selftest import identity_of, prove
+from .hf_attention import can_part_rows, part_rows_
+from .hf_cache import RowCache, WholeLayer, refusal
+from .hf_rows import WAYS, Joint, Part, Way, take_over
+from .model_facts import cache_word, decoder_of, facts_of, is_spread
+from .recurrent import Mixers, Undo, Watched, watched
+from .selftest import identity_of, prove, says_the_same
 from .streams import join_streams
 
 __all__ = ["HFTarget"]
@@ -101,6 +104,9 @@ class HFTarget:
         model.eval()
         self._mixers: Mixers | None = None
         self._can_truncate = False
+        self._way: Way | None = None
+        self._was_tried = False  # whether the way is known
+        self._let_go: Callable[[], None] | None = None
         self._handles = [
             self._layers[layer].register_forward_hook(self._hook(layer)) for layer in set(self.tap_layer_ids)
         ]
@@ -119,6 +125,9 @@ class HFTarget:
         self._handles = []
         if self._mixers is not None:
             self._mixers.close()
+        if self._let_go is not None:
+            self._let_go()
+            self._let_go = None
 
     def new_row(self) -> Row:
         cache = RowCache(self._config, self.facts.model_type)
@@ -146,11 +155,30 @@ class HFTarget:
         return made
 
     def forward(self, ids: Sequence[Tensor], rows: Sequence[Row], *, num_logits: int | None = None) -> list[Scored]:
-        """One ``Scored`` per row; rows are run one after another, and on an error every row is as it was."""
+        """One ``Scored`` per row; on an error every row is as it was.
+
+        Several rows run in one pass where a trial, at the first such call, shows that it says the same as a pass for
+        each; otherwise one after another.
+        """
         owned = [self._owned(row) for row in rows]
         check_forward(ids, owned, num_logits, max_length=self.facts.max_length)
+        return self._forward(ids, owned, num_logits, self.way if len(owned) > 1 else None)
+
+    @property
+    def way(self) -> Way | None:
+        """Where rows part in a pass of many, tried when first asked for; None: each has a pass of its own."""
+        if not self._was_tried:
+            self._was_tried = True
+            self._way = self._found_way()
+        return self._way
+
+    def _forward(
+        self, ids: Sequence[Tensor], owned: Sequence[_HFRow], num_logits: int | None, way: Way | None
+    ) -> list[Scored]:
         before = [row.length for row in owned]
         try:
+            if way is not None:
+                return self._score_jointly(ids, owned, num_logits, way)
             return [self._score(x, row, num_logits) for x, row in zip(ids, owned, strict=True)]
         except BaseException:
             for row, length in zip(owned, before, strict=True):
@@ -176,7 +204,7 @@ class HFTarget:
 
     def logits(self, hidden: Tensor) -> Tensor:
         with torch.no_grad():
-            return cast(Tensor, self._head(hidden))
+            return cast(Tensor, self._head(hidden)).to(self.device)  # it may lie elsewhere
 
     # ---- inside ----
 
@@ -207,19 +235,84 @@ class HFTarget:
                 taps_TNE = self._embedding.new_empty((num_new, 0, self.facts.hidden_size))
         return Scored(logits_TV=logits_TV, taps_TNE=taps_TNE)
 
-    def _run(self, ids_1T: Tensor, cache: RowCache | None, num_logits: int | None) -> Tensor | None:
-        kwargs = {self._cache_word: cache, "use_cache": True}
-        if num_logits == 0:  # the head is a third of a small model: leave it out
+    def _score_jointly(
+        self, ids: Sequence[Tensor], rows: Sequence[_HFRow], num_logits: int | None, way: Way
+    ) -> list[Scored]:
+        counts = [x.shape[0] for x in ids]
+        starts = [sum(counts[:index]) for index in range(len(counts))]
+        kept = [count if num_logits is None else min(count, num_logits) for count in counts]
+        capture, parts = _Capture(self), []
+        with torch.inference_mode():
+            texts = [x.to(self.device) for x in ids]
+            for x, row, start in zip(texts, rows, starts, strict=True):
+                assert row.cache is not None
+                if row.undo is not None:
+                    row.undo.begin(x[None], is_replaced=True)
+                parts.append(Part(row.cache, row.undo, row.length, start, x.shape[0]))
+            joint = Joint(parts, self._mixers, way, self._text_config, self._embedding)
+            positions = [torch.arange(part.length, part.length + part.count, device=self.device) for part in parts]
+            wanted = torch.cat([
+                torch.arange(part.start + part.count - count, part.start + part.count, device=self.device)
+                for part, count in zip(parts, kept, strict=True)
+            ])  # fmt: skip
+            with capture, joint.runs():
+                inner = self._run(
+                    torch.cat(texts)[None],
+                    joint.cache,
+                    num_logits if num_logits in (None, 0) else wanted,
+                    position_ids=torch.cat(positions)[None],
+                )
+        for row, count in zip(rows, counts, strict=True):
+            row.length += count
+            row.num_last = count
+        with torch.no_grad():
+            empty_0V = self._embedding.new_empty((0, self.facts.vocab_size))
+            logits = [empty_0V] * len(rows) if inner is None else inner[0].clone().split(kept)
+            if self.tap_layer_ids:
+                taps_FNE = torch.stack([capture.outputs[i][0] for i in self.tap_layer_ids], dim=1)
+            else:
+                taps_FNE = self._embedding.new_empty((sum(counts), 0, self.facts.hidden_size))
+        return [Scored(logits_TV=x, taps_TNE=y) for x, y in zip(logits, taps_FNE.split(counts), strict=True)]
+
+    def _run(self, ids_1T: Tensor, cache: Any, wanted: int | Tensor | None, **kwargs: Any) -> Tensor | None:
+        """Logits of the last ``wanted`` positions, or of those whose indices it holds, or of all of them."""
+        kwargs |= {self._cache_word: cache, "use_cache": True}
+        if isinstance(wanted, int) and wanted == 0:  # the head is a third of a small model: leave it out
             self._decoder(input_ids=ids_1T, **kwargs)
             return None
-        output = self._model(input_ids=ids_1T, logits_to_keep=num_logits or 0, **kwargs)
+        output = self._model(input_ids=ids_1T, logits_to_keep=0 if wanted is None else wanted, **kwargs)
         return cast(Tensor, output.logits)
+
+    def _found_way(self) -> Way | None:
+        seen = self._watched()
+        if not seen.can_repeat or is_spread(self._model):  # indices of positions would lie on one device
+            return None
+        layers = RowCache(self._config, self.facts.model_type).layers
+        keeps_all = all(isinstance(x, WholeLayer) or not hasattr(x, "get_mask_sizes") for x in layers)
+        for way in WAYS:
+            # Only a backend of ours makes the masks of rows; without one they are plain causal ones.
+            may_run = seen.are_apart and (keeps_all or can_part_rows(self._model))
+            if not (may_run if way == "modules" else can_part_rows(self._model)):
+                continue
+            let_go = take_over(self._model, [*seen.movers, *seen.writers], lambda: part_rows_(self._model))
+            if says_the_same(self, partial(self._forward, way=way)):
+                self._let_go = let_go
+                return way
+            let_go()
+        return None
+
+    def _watched(self) -> Watched:
+        if self._mixers is not None:
+            return self._mixers.seen
+        cache = RowCache(self._config, self.facts.model_type)
+        with torch.inference_mode():
+            return watched(self._model, cache, lambda ids, row: self._run(ids.to(self.device), row, 0))
 
     def _hook(self, layer: int) -> Any:
         def keep(_module: nn.Module, _args: Any, output: Any) -> None:
             capture = _capture.get()
             if capture is not None and capture.owner is self:
-                capture.outputs[layer] = join_streams(self.facts.model_type, output)
+                capture.outputs[layer] = join_streams(self.facts.model_type, output).to(self.device)
 
         return keep
 

@@ -176,6 +176,10 @@ class IndexedLayer(WholeLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
+        self.trim()
+
+    def trim(self) -> None:
+        """Have no more indexer entries than keys: a forward that stopped half way may have left some."""
         if self.indexer_keys is not None:
             self.indexer_keys = self.indexer_keys[:, : self._length]
         if self.indexer_position_ids is not None:
@@ -252,6 +256,8 @@ class RowCache(DynamicCache):
         for layer in self._attention:
             if layer.get_seq_length() > length:
                 layer.crop(length - layer.get_seq_length())
+            elif isinstance(layer, IndexedLayer):
+                layer.trim()
 
     def take(self, other: RowCache, length: int) -> None:
         """Hold copies of the first ``length`` positions of another row's cache, and of its states as they are."""

@@ -12,7 +12,7 @@ Shapes: T positions of one forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from .delta_rule import DeltaMixer
 from .hf_cache import STATE_FLAGS, STATES, RowCache
 
-__all__ = ["Mixers", "Undo"]
+__all__ = ["Mixers", "Undo", "Watched", "watched"]
 
 _MAX_RECORDED = 256  # positions; beyond it (prefill) the inputs of every mixer would be as large as a cache
 _NUM_TRIED = 7  # positions of the forward that shows what the mixers are given: no usual number of heads
@@ -58,6 +58,22 @@ class _Call:
             return False
         return True
 
+    def of_row(self, number: int, num_rows: int, cache: RowCache) -> _Call:
+        """The part of one of the rows that the module was run for together, with the row's own cache."""
+
+        def part(given: Any) -> Any:
+            if isinstance(given, RowCache):
+                return cache
+            if isinstance(given, tuple | list):
+                return type(given)(map(part, given))
+            if not isinstance(given, Tensor) or given.dim() == 0:
+                return given
+            assert given.shape[0] == num_rows
+            return given[number : number + 1]
+
+        kwargs = {name: part(x) for name, x in self.kwargs.items()}
+        return _Call(self.module, tuple(map(part, self.args)), kwargs)
+
     def repeat(self, keep: int, num_fed: int) -> None:
         """Run the module again on the first ``keep`` of ``num_fed`` positions."""
         args = [_cut(x, keep, num_fed) for x in self.args]
@@ -80,6 +96,12 @@ class _DeltaCall:
 
     def is_by_position(self, num_fed: int) -> bool:
         return all(x.shape[1] == num_fed for x in self.gates.values())
+
+    def of_row(self, number: int, _num_rows: int, cache: RowCache) -> _DeltaCall:
+        """The part of one of the rows that the module was run for together, with the row's own cache."""
+        span = slice(number, number + 1)
+        inputs, gates = ({key: x[span] for key, x in part.items()} for part in (self.inputs, self.gates))
+        return _DeltaCall(self.delta, cache, inputs, gates)
 
     def repeat(self, keep: int, _num_fed: int) -> None:
         """Bring the states forward over the first ``keep`` positions."""
@@ -108,7 +130,8 @@ class Mixers:
 
     def __init__(self, model: nn.Module, run: Callable[[Tensor, RowCache], Any], cache: RowCache) -> None:
         self._run = run
-        self.modules, self.can_repeat = _watched(model, cache, run)
+        seen = watched(model, cache, run)
+        self.modules, self.can_repeat, self.seen = seen.movers, seen.can_repeat, seen
         self.deltas: dict[nn.Module, DeltaMixer] = {}
         self._handles = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in self.modules]
         if not self.can_repeat:
@@ -173,11 +196,16 @@ class Mixers:
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recording = _recording.get()
-        if recording is None or recording.owner is not self:
-            return
+        if recording is not None and recording.owner is self:
+            self.note(module, args, kwargs)
+
+    def note(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Note what a module is given, within a ``recording`` of these mixers."""
+        recording = _recording.get()
+        assert recording is not None
         delta, inputs = self.deltas.get(module), recording.cache.inputs
         if delta is None or inputs is None:
-            recording.calls.append(_Call(module, args, dict(kwargs)))
+            recording.calls.append(_Call(module, tuple(args), dict(kwargs)))
         else:
             recording.calls.append(_DeltaCall(delta, recording.cache, inputs))
 
@@ -199,9 +227,10 @@ class _Copy:
     flags: dict[str, dict[int, Any]]
 
     @classmethod
-    def of(cls, layer: LinearAttentionLayer) -> _Copy:
+    def of(cls, layer: LinearAttentionLayer, *, is_replaced: bool = False) -> _Copy:
+        """``is_replaced``: the forward will give the layer other tensors and leave those that it has alone."""
         tensors = {
-            (name, index): None if state is None else state.clone()
+            (name, index): state if state is None or is_replaced else state.clone()
             for name in STATES
             for index, state in getattr(layer, name).items()
         }
@@ -244,18 +273,27 @@ class Undo:
         copies = [x for copy in self._copies for x in copy.tensors.values() if x is not None]
         return sum(x.nbytes for x in copies) + sum(call.num_bytes for call in self._calls)
 
-    def begin(self, ids_1T: Tensor) -> None:
-        """Bring the states up to date and copy them: a forward of these ids follows."""
+    def begin(self, ids_1T: Tensor, *, is_replaced: bool = False) -> None:
+        """Bring the states up to date and copy them: a forward of these ids follows.
+
+        ``is_replaced``: a forward that gives the layers other tensors, so that holding on to these is enough.
+        """
         self.settle()
-        copies = [_Copy.of(layer) for layer in self._cache.states]
+        copies = [_Copy.of(layer, is_replaced=is_replaced) for layer in self._cache.states]
         self._copies, self._calls, self._ids_1T = copies, [], ids_1T
         self._start, self._end = self._end, self._end + ids_1T.shape[1]
 
     def recording(self) -> AbstractContextManager[None]:
         """Surrounds the forward that follows ``begin``."""
-        if self._mixers.can_repeat and self.num_fed <= _MAX_RECORDED:
-            return self._mixers.recording(self._calls, self._cache)
-        return nullcontext()
+        return self._mixers.recording(self._calls, self._cache) if self.is_noting else nullcontext()
+
+    @property
+    def is_noting(self) -> bool:
+        """Whether what the mixers are given in the forward that began last is noted."""
+        return self._mixers.can_repeat and self.num_fed <= _MAX_RECORDED
+
+    def note(self, call: _Call | _DeltaCall) -> None:
+        self._calls.append(call)
 
     def shorten(self, length: int) -> None:
         """Have the states of the first ``length`` positions of the row; the work is done when they are needed."""
@@ -301,20 +339,27 @@ def _cut(given: Any, keep: int, num_fed: int) -> Any:
     raise ValueError(f"a mixer was given a tensor of shape {tuple(given.shape)} for {num_fed} positions")
 
 
-def _watched(model: nn.Module, cache: RowCache, run: Callable[[Tensor, RowCache], Any]) -> tuple[list[nn.Module], bool]:
-    """(modules that move states in a forward of one id, none inside another; whether they write nothing else)."""
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """The modules of a model that write into its cache, none inside another of its kind."""
+
+    movers: list[nn.Module]  # of states
+    writers: list[nn.Module]  # of keys and values
+    can_repeat: bool  # whether the movers write no keys
+    are_apart: bool  # nor the writers move states
+
+
+def watched(model: nn.Module, cache: RowCache, run: Callable[[Tensor, RowCache], Any]) -> Watched:
+    """Who writes what in a forward of one id."""
     stack: list[nn.Module] = []
     movers: dict[nn.Module, None] = {}
-    writing: list[list[nn.Module]] = []
+    writers: dict[nn.Module, None] = {}
 
-    def watched(name: str) -> Callable[..., Any]:
+    def noted(name: str) -> Callable[..., Any]:
         real = getattr(cache, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if name in _STATE_CALLS:
-                movers.setdefault(stack[-1])
-            else:
-                writing.append(list(stack))
+            (movers if name in _STATE_CALLS else writers).setdefault(stack[-1])
             return real(*args, **kwargs)
 
         return call
@@ -327,7 +372,7 @@ def _watched(model: nn.Module, cache: RowCache, run: Callable[[Tensor, RowCache]
         handles.append(module.register_forward_pre_hook(lambda m, _args: stack.append(m)))
         handles.append(module.register_forward_hook(leave, always_call=True))
     for name in (*_STATE_CALLS, *_POSITION_CALLS):
-        setattr(cache, name, watched(name))
+        setattr(cache, name, noted(name))
     try:
         run(torch.zeros((1, 1), dtype=torch.long), cache)
     finally:
@@ -335,6 +380,15 @@ def _watched(model: nn.Module, cache: RowCache, run: Callable[[Tensor, RowCache]
             delattr(cache, name)
         for handle in handles:
             handle.remove()
-    inside = {part for mover in movers for part in mover.modules() if part is not mover}
-    outer = [mover for mover in movers if mover not in inside]
-    return outer, not any(module in outer for modules in writing for module in modules)
+    outer = _outermost(movers)
+    can_repeat = not any(writer in _parts(outer) for writer in writers)
+    return Watched(outer, _outermost(writers), can_repeat, can_repeat and not any(m in _parts(writers) for m in outer))
+
+
+def _parts(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    return {part for module in modules for part in module.modules()}
+
+
+def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    inside = {part for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if module not in inside]

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import random
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from .contract import Scored, Target
 from .hf_cache import refusal
 from .smollm2 import default_cache_dir
 
-__all__ = ["Findings", "examine", "identity_of", "prove"]
+__all__ = ["Findings", "examine", "identity_of", "prove", "says_the_same"]
 
 _PROVEN_WITH = "5.24."  # the tests of this package run every proven family with this release of transformers
 _BLOCKS = ((1, 0), (1, 1), (8, 3), (8, 0), (2, 1), (20, 11), (8, 8), (5, 4), (9, 1))  # (fed, kept)
@@ -37,6 +38,13 @@ _MAX_NOISE_RATIO = 4.0  # how much more than rounding an error may be, where rou
 _MAX_NOISE = 1e-4  # more is no rounding: the model itself computes something else when it is fed in pieces
 _MAX_NOISE_HALF = 0.1  # of a number format of two bytes
 _MIN_CONTRAST = 10.0
+# Of the trial of passes for many rows: what each row is fed, what it keeps of it, whose logits are asked for.
+_JOINT_ROUNDS = (
+    ((4, 2, 4), (2, 2, 0), None),
+    ((3, 1, 1), (3, 0, 1), 1),
+    ((3, 3, 3), (1, 3, 2), None),
+    ((1, 1, 1), (1, 1, 1), None),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +131,47 @@ def examine(target: Target, seed: int = 0) -> Findings:
     return Findings(*(_difference(one, expected) for one in (found, plain, mistaken)))
 
 
+def says_the_same(target: Target, jointly: Callable[[list[Tensor], list[Any], int | None], list[Scored]]) -> bool:
+    """Whether three rows, fed and taken back with ``jointly``, give what they give when each has a pass of its own.
+
+    They have pasts of unequal length, one has none; they are given unequal and equal numbers of ids.
+    """
+    draw = random.Random(0)
+
+    def ids(counts: tuple[int, ...]) -> list[Tensor]:
+        return [torch.tensor([draw.randrange(target.facts.vocab_size) for _ in range(count)]) for count in counts]
+
+    together, apart = ([target.new_row() for _ in range(3)] for _ in range(2))
+    alone = target.new_row()
+    worst = 0.0
+    try:
+        for text, index in zip(ids((5, 9)), (0, 2), strict=True):
+            for rows in (together, apart):
+                target.forward([text], [rows[index]], num_logits=0)
+        for fed, kept, num_logits in _JOINT_ROUNDS:
+            blocks = ids(fed)
+            found = jointly(blocks, together, num_logits)
+            wanted = [
+                target.forward([block], [row], num_logits=num_logits)[0]
+                for block, row in zip(blocks, apart, strict=True)
+            ]
+            worst = max([worst, *(_difference(one, other) for one, other in zip(found, wanted, strict=True))])
+            for rows in (together, apart):
+                target.rollback(rows, kept)
+        [without_past] = target.forward([blocks[2]], [alone], num_logits=num_logits)
+    except Exception:  # of code that meets a cache of many rows: any
+        return False
+    finally:
+        for row in (*together, *apart, alone):
+            target.free(row)
+    contrast = _difference(without_past, wanted[2])
+    max_noise = _MAX_NOISE_HALF if target.dtype.itemsize < 4 else _MAX_NOISE
+    return worst <= max_noise and contrast >= _MIN_CONTRAST * worst
+
+
 def _difference(found: Scored, expected: Scored) -> float:
     """The largest difference of logits, or of taps, relative to the largest of them."""
     pairs = [(found.logits_TV, expected.logits_TV)]
     if expected.taps_TNE.numel():
-        pairs.append((found.taps_TNE, expected.taps_TNE[-_NUM_LAST:]))
+        pairs.append((found.taps_TNE, expected.taps_TNE[-found.taps_TNE.shape[0] :]))
     return max(float((x.double() - y.double()).abs().max() / y.double().abs().max()) for x, y in pairs)
