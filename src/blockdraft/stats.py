@@ -13,6 +13,7 @@ import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import NormalDist, fmean, stdev
+from typing import Protocol
 
 from blockdraft.errors import ConfigError
 
@@ -37,6 +38,8 @@ class RequestStats:
     num_emitted_tokens: int = 0
     num_clipped_tokens: int = 0
     """Committed, but cut away by a stop or a length limit."""
+    num_cached_prompt_tokens: int = 0
+    """Prompt tokens whose states were kept from an earlier request, hence not fed again."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
@@ -75,7 +78,8 @@ class RequestStats:
     def check(self) -> None:
         """Nothing; an AssertionError names the first identity between the counters that does not hold."""
         accepted, drafted, full = self.accepted_histogram, self.drafted_histogram, self.full_histogram
-        assert min((self.num_steps, self.num_emitted_tokens, self.num_clipped_tokens), default=0) >= 0
+        counts = (self.num_steps, self.num_emitted_tokens, self.num_clipped_tokens, self.num_cached_prompt_tokens)
+        assert min(counts) >= 0, "a negative count"
         assert min((*accepted, *drafted, *full), default=0) >= 0, "a negative histogram entry"
         assert sum(accepted) == self.num_steps, "sum(accepted_histogram) != num_steps"
         assert sum(drafted) == self.num_steps, "sum(drafted_histogram) != num_steps"
@@ -105,6 +109,7 @@ class RequestStats:
         names = [f.name for f in fields(cls)]
         if not isinstance(raw, Mapping):
             raise ConfigError(f"request stats are a {type(raw).__name__}; they must be an object with {names}")
+        raw = {"num_cached_prompt_tokens": 0, **raw}  # of before prefixes were kept
         wrong = sorted(str(key) for key in set(raw) ^ set(names))
         if wrong:
             raise ConfigError(f"request stats: unknown or missing fields {wrong}; they must be exactly {names}")
@@ -127,6 +132,105 @@ class RequestStats:
         except AssertionError as error:
             raise ConfigError(f"request stats contradict themselves: {error}; write them again") from None
         return stats
+
+
+class PhaseTimes(Protocol):
+    """Seconds of one step's phases, and what they were spent on."""
+
+    propose_s: float
+    score_s: float
+    accept_s: float
+    commit_s: float
+    prefill_s: float
+    num_rows: int
+    num_scored: int
+    num_prefilled: int
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """What one engine did since it was made, and what it holds now.
+
+    Seconds of phases are sums over steps; a forward that scored blocks and fed prompts is shared out by positions.
+    """
+
+    num_steps: int = 0
+    num_rows: int = 0
+    """Rows that scored a block, summed over steps."""
+    num_scored: int = 0
+    """Positions of their blocks."""
+    num_prefilled: int = 0
+    """Positions of prompts that were fed."""
+    num_cached_prompt_tokens: int = 0
+    """Positions of prompts that were not, since their states were kept."""
+    num_emitted_tokens: int = 0
+    propose_s: float = 0.0
+    score_s: float = 0.0
+    accept_s: float = 0.0
+    commit_s: float = 0.0
+    prefill_s: float = 0.0
+    other_s: float = 0.0
+    """Of steps, outside these phases: admission, widths, completions, kept prefixes."""
+    num_finished: int = 0
+    """Requests that ended by a stop or their length."""
+    num_cancelled: int = 0
+    num_failed: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    target_bytes: int = 0
+    """Held by the states of running rows in the target."""
+    draft_bytes: int = 0
+    """Held by their contexts in the draft, taps on their way to it included."""
+    prefix_bytes: int = 0
+    """Held by kept prefixes, of both."""
+    reserved_bytes: int = 0
+    """Set aside for running rows; 0 where the engine has no limit."""
+    num_prefixes: int = 0
+    num_prefix_lookups: int = 0
+    num_prefix_hits: int = 0
+
+    def add_step(self, times: PhaseTimes) -> None:
+        """Counts one step."""
+        self.num_steps += 1
+        self.num_rows += times.num_rows
+        self.num_scored += times.num_scored
+        self.num_prefilled += times.num_prefilled
+        self.propose_s += times.propose_s
+        self.score_s += times.score_s
+        self.accept_s += times.accept_s
+        self.commit_s += times.commit_s
+        self.prefill_s += times.prefill_s
+
+    def add_request(self, request: RequestStats, finish_reason: str) -> None:
+        """Counts one request that ended."""
+        self.num_emitted_tokens += request.num_emitted_tokens
+        if finish_reason == "cancelled":
+            self.num_cancelled += 1
+        elif finish_reason == "error":
+            self.num_failed += 1
+        else:
+            self.num_finished += 1
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all steps."""
+        phases = self.propose_s + self.score_s + self.accept_s + self.commit_s + self.prefill_s
+        return phases + self.other_s
+
+    @property
+    def mean_rows(self) -> float | None:
+        """Rows of a mean step. None without steps."""
+        return _ratio(self.num_rows, self.num_steps)
+
+    @property
+    def overhead_share(self) -> float | None:
+        """Share of the time outside proposing, scoring and prefill. None without time."""
+        return _ratio(self.accept_s + self.commit_s + self.other_s, self.total_s)
+
+    def to_json(self) -> dict[str, object]:
+        """A dictionary that json can write, the ratios included."""
+        values: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**values, "total_s": self.total_s, "mean_rows": self.mean_rows, "overhead_share": self.overhead_share}
 
 
 def _is_count(value: object) -> bool:

@@ -7,20 +7,26 @@ text.py's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from blockdraft.config import DraftConfig, TargetFacts, check_pair
 from blockdraft.draft import DraftModel
 from blockdraft.engine.decide import Decide, decide
+from blockdraft.engine.fit import check_fit, check_request, check_stream
+from blockdraft.engine.integrity import check_rows
+from blockdraft.engine.memory import Costs, measure_costs
+from blockdraft.engine.prefix import PrefixCache
 from blockdraft.engine.request import Completion, Request, TokenEvent
 from blockdraft.engine.row import RunningRow
 from blockdraft.engine.scheduler import Queue, Ticket, prompt_chunks
-from blockdraft.engine.step import decode_step
+from blockdraft.engine.step import Chunk, decode_step
+from blockdraft.engine.times import now_s
 from blockdraft.engine.width import FixedWidth, WidthPolicy
-from blockdraft.errors import PairError, RequestError
+from blockdraft.errors import RequestError
+from blockdraft.stats import EngineStats
 from blockdraft.targets import Target
 from blockdraft.text import StopScanner, Tokenizer
 
@@ -30,44 +36,17 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "Ticket"]
 
 
-def check_fit(
-    draft: DraftConfig, target: TargetFacts, *, own: Collection[str], allow_mask_is_eos: bool = False
-) -> None:
-    """Raise PairError if the engine cannot run this pair. `own` names the tensors that the draft brings itself."""
-    check_pair(
-        draft,
-        target,
-        has_own_embedding="embed_tokens.weight" in own,
-        has_own_head="lm_head.weight" in own,
-        allow_mask_is_eos=allow_mask_is_eos,
-    )
-    if draft.vocab_size != target.vocab_size:  # a rule that a config alone leaves open; ids must mean the same
-        raise PairError(
-            f"the draft has {draft.vocab_size} ids and the target {target.vocab_size}; use a draft made for it"
-        )
-
-
-def _check_stream(target: Target, draft: DraftConfig) -> None:
-    streams = target.facts.tap_streams
-    if draft.tap_stream is None and len(streams) > 1:
-        raise PairError(
-            f"the draft does not say which stream of {target.facts.model_type} it reads; name it with tap_stream: "
-            f"{', '.join(map(repr, streams))}, or 'auto', which measures both"
-        )
-    read = draft.tap_stream or "prefix"
-    if target.tap_stream != read:
-        raise PairError(
-            f"the target's taps are the stream {target.tap_stream!r} and the draft reads {read!r}; "
-            f"load the target with tap_stream={read!r}"
-        )
-
-
 class Engine:
     """Runs requests on one target, with a draft or without.
 
-    `draft_off_reason` says why there is no draft, for requests that would have used one. Rows join and leave at any
-    step; at most `max_rows` run at once, in the order of submission. `allow_mask_is_eos` consents to a draft whose mask
-    id ends or pads a text of this target.
+    Rows join and leave at any step; at most `max_rows` run at once, and at most `max_waiting` wait (None: any number).
+    A step feeds at most `prefill_chunk_size` positions of prompts, `mixed_chunk_size` beside rows that decode (None: 64
+    on a CPU, 512 elsewhere). `memory_limit` bounds the bytes of all states, running and kept: a request is admitted
+    when its whole possible length has room, and refused if it never could. `prefix_cache_bytes` of states are kept for
+    later requests that begin alike; 0 keeps none. `prefix_snapshot_every` positions of a prompt a state is kept where
+    a target's rows cannot be cut. `width_policy` None gives every row its own width. `draft_off_reason` says why there
+    is no draft, for requests that would have used one. `allow_mask_is_eos` consents to a draft whose mask id ends or
+    pads a text of this target.
     """
 
     def __init__(
@@ -81,6 +60,9 @@ class Engine:
         max_waiting: int | None = None,
         prefill_chunk_size: int = 512,
         mixed_chunk_size: int | None = None,
+        memory_limit: int | None = None,
+        prefix_cache_bytes: int = 0,
+        prefix_snapshot_every: int | None = None,
         width_policy: WidthPolicy | None = None,
         allow_mask_is_eos: bool = False,
     ) -> None:
@@ -93,28 +75,30 @@ class Engine:
                 allow_mask_is_eos=allow_mask_is_eos,
             )
             assert tuple(target.tap_layer_ids) == tuple(draft.config.target_layer_ids)
-            _check_stream(target, draft.config)
-        if mixed_chunk_size is None:
-            mixed_chunk_size = min(prefill_chunk_size, 64 if target.device.type == "cpu" else 512)
-        for name, value in (
-            ("max_rows", max_rows),
-            ("prefill_chunk_size", prefill_chunk_size),
-            ("mixed_chunk_size", mixed_chunk_size),
-            ("max_waiting", 1 if max_waiting is None else max_waiting),
-        ):
-            if type(value) is not int or value < 1:
-                raise RequestError(f"{name} is {value!r}; it must be a whole number of at least 1")
+            check_stream(target, draft.config)
+        _check_limits(
+            max_rows=max_rows,
+            max_waiting=max_waiting,
+            prefill_chunk_size=prefill_chunk_size,
+            mixed_chunk_size=mixed_chunk_size,
+            memory_limit=memory_limit,
+            prefix_cache_bytes=prefix_cache_bytes or None,
+            prefix_snapshot_every=prefix_snapshot_every,
+        )
         self.target, self.draft, self.tokenizer = target, draft, tokenizer
         self.draft_off_reason = draft_off_reason
         self.tap_choice: TapChoice | None = None  # of load(..., tap_stream="auto")
-        self.max_rows, self.prefill_chunk_size = max_rows, prefill_chunk_size
-        self.mixed_chunk_size = mixed_chunk_size
-        self.max_waiting = max_waiting
+        self.max_rows, self.max_waiting = max_rows, max_waiting
+        self.prefill_chunk_size = prefill_chunk_size
+        self.mixed_chunk_size = mixed_chunk_size or min(prefill_chunk_size, 64 if target.device.type == "cpu" else 512)
+        self.memory_limit = memory_limit
         self.width_policy: WidthPolicy = FixedWidth() if width_policy is None else width_policy
         self.decide: Decide = decide  # an examination puts its observer here
+        self._costs: Costs | None = None  # measured when first asked for
+        self._prefixes = PrefixCache(target, draft, max_bytes=prefix_cache_bytes, snapshot_every=prefix_snapshot_every)
+        self._stats = EngineStats()
         self._waiting = Queue()
         self._running: list[Ticket] = []
-        self._num_steps = 0
 
     # ---- requests in -------------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> Ticket:
@@ -125,65 +109,26 @@ class Engine:
                 f"{len(self._waiting)} requests are waiting and the queue takes {self.max_waiting}; try again later"
             )
         ticket = Ticket(request)
-        self._waiting.join(ticket, self._num_steps)
+        self._waiting.join(ticket, self._stats.num_steps)
         return ticket
 
     def check(self, request: Request) -> None:
         """Nothing; a RequestError if this engine cannot serve the request as asked."""
-        facts = self.target.facts
-        longest = len(request.prompt_ids) + request.max_new_tokens
-        if longest > facts.max_length:
+        check_request(
+            request,
+            self.target.facts,
+            self.draft,
+            has_tokenizer=self.tokenizer is not None,
+            draft_off_reason=self.draft_off_reason,
+        )
+        if self.memory_limit is not None and (need := self.bytes_needed(request)) > self.memory_limit:
             raise RequestError(
-                f"prompt of {len(request.prompt_ids)} tokens + max_new_tokens {request.max_new_tokens} = {longest}, "
-                f"above the target's {facts.max_length} positions; shorten one of them"
+                f"a prompt of {len(request.prompt_ids)} tokens and max_new_tokens {request.max_new_tokens} need "
+                f"{_megabytes(need)} of memory, above the engine's memory_limit of {_megabytes(self.memory_limit)}; "
+                "shorten one of them"
             )
-        highest = max(request.prompt_ids)
-        if highest >= facts.vocab_size:
-            raise RequestError(
-                f"prompt_ids holds {highest}; the target has {facts.vocab_size} ids; use the target's tokenizer"
-            )
-        request.sampling.check_vocab(facts.vocab_size)
-        if request.stop_ids and max(request.stop_ids) >= facts.vocab_size:
-            raise RequestError(
-                f"stop_ids holds {max(request.stop_ids)}; the target has ids 0 to {facts.vocab_size - 1}; remove it"
-            )
-        ends = facts.eos_token_ids if request.stop_ids is None else request.stop_ids
-        if request.min_new_tokens > 0 and len(ends) >= facts.vocab_size:
-            raise RequestError(
-                f"min_new_tokens is {request.min_new_tokens} and all {facts.vocab_size} ids are stop ids, so that no "
-                "first token is left; lower it to 0 or name fewer stop ids"
-            )
-        if request.num_logprobs is not None and request.num_logprobs > facts.vocab_size:
-            raise RequestError(f"num_logprobs is {request.num_logprobs}; the target has {facts.vocab_size} ids")
-        if request.stop_strings and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer; give the engine one, or use stop_ids")
-        if request.speculate is True and self.draft is None:
-            raise RequestError(f"speculation is demanded, but {self.draft_off_reason}; load a draft that fits")
-        if request.width is not None:
-            self._check_width(request.width)
-        if request.min_confidence > 0.0:
-            self._check_confidence(request.min_confidence)
-        if request.speculate is True and self.draft is not None:
-            width = min(request.width or self.draft.config.max_width, request.max_new_tokens - 1)
-            if width > 1 and len(request.prompt_ids) + width > self.draft.max_length:
-                raise RequestError(
-                    f"speculation is demanded, but the prompt of {len(request.prompt_ids)} tokens leaves no block of "
-                    f"{width} below the draft's maximum length of {self.draft.max_length}; shorten it, or do not demand"
-                )
 
-    def _check_width(self, width: int) -> None:
-        if self.draft is None:
-            raise RequestError(f"width is {width}, but {self.draft_off_reason}; drop the width or load a draft")
-        trained = self.draft.config.max_width
-        if width > trained:
-            raise RequestError(f"width is {width}; the draft was trained for at most {trained}; use 2 to {trained}")
-
-    def _check_confidence(self, least: float) -> None:
-        if self.draft is None:
-            raise RequestError(f"min_confidence is {least:g}, but {self.draft_off_reason}; drop it or load a draft")
-        if self.draft.config.confidence is None:
-            raise RequestError(f"min_confidence is {least:g}; this draft has no confidence head; drop it")
-
+    @torch.inference_mode()
     def cancel(self, ticket: Ticket) -> None:
         """End a request now; its memory is free at once. A finished ticket stays as it is.
 
@@ -210,30 +155,48 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Admit what fits, then advance every running row by one step, and prompts by what a step has room for."""
-        while self._waiting and len(self._running) < self.max_rows:
-            self._admit(self._waiting.pop())
+        started = now_s()
+        self._admit()
         if not self._running:
             return
-        self._num_steps += 1
         try:
-            self._advance([ticket.row for ticket in self._running if ticket.row is not None])
+            phases_s = self._advance([ticket.row for ticket in self._running if ticket.row is not None])
         except BaseException:
             for ticket in list(self._running):  # a step that broke off leaves no row that could go on
                 self._abandon(ticket)
             raise
         for ticket in [t for t in self._running if t.row is not None and t.row.is_finished]:
             self._retire(ticket)
+        if not self._running and not self._waiting:
+            self.check_integrity()
+        self._stats.other_s += now_s() - started - phases_s
 
-    def _advance(self, running: Sequence[RunningRow]) -> None:
-        rows = [row for row in running if not row.num_unfed]
-        budget = self.mixed_chunk_size if rows else self.prefill_chunk_size
-        chunks = list(prompt_chunks((row for row in running if row.num_unfed), budget))
+    def _advance(self, running: Sequence[RunningRow]) -> float:
+        """One step of all rows; returns the seconds of its phases."""
+        rows = [row for row in running if row.target_row is not None and not row.num_unfed]
+        chunks = list(self._chunks(running, self.mixed_chunk_size if rows else self.prefill_chunk_size))
         max_draft_length = None if self.draft is None else self.draft.max_length
         most = [row.most_width(max_draft_length) for row in rows]
         widths = self.width_policy.choose(rows, most)
         assert all(1 <= width <= limit for width, limit in zip(widths, most, strict=True)), (widths, most)
         times, num_accepted = decode_step(rows, widths, self.target, self.draft, chunks, decide=self.decide)
         self.width_policy.record(rows, widths, num_accepted, times)
+        for chunk in chunks:
+            self._prefixes.snapshot(chunk.row)
+        self._stats.add_step(times)
+        return times.total_s
+
+    def _chunks(self, running: Sequence[RunningRow], budget: int) -> Iterator[Chunk]:
+        """The parts of prompts that this step feeds; a row gets its states when it gets its first part."""
+
+        def beginning() -> Iterator[RunningRow]:
+            for row in running:
+                if row.target_row is None:
+                    self._stats.num_cached_prompt_tokens += self._prefixes.begin(row, running)
+                if row.num_unfed:
+                    yield row
+
+        return prompt_chunks(beginning(), budget, self._prefixes.next_stop)
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         """The completions of `requests`, in their order. All are checked before the first one runs.
@@ -306,34 +269,97 @@ class Engine:
             speculation_reason=reason,
         )
 
-    def _admit(self, ticket: Ticket) -> None:
-        row = ticket.row = self._new_row(ticket.request)
-        row.target_row = self.target.new_row()
-        if self.draft is not None and row.speculation_reason is None:
-            row.draft_cache = self.draft.new_cache()
-        self._running.append(ticket)
+    def _admit(self) -> None:
+        """Let those in line run, in order, as long as there is a row and memory for the next one."""
+        while self._waiting and len(self._running) < self.max_rows and self._reserve(self._waiting.head):
+            ticket = self._waiting.pop()
+            ticket.row = self._new_row(ticket.request)
+            self._running.append(ticket)
+
+    def bytes_needed(self, request: Request) -> int:
+        """Memory that is set aside for this request while it runs: for its whole possible length, target and draft."""
+        if self._costs is None:
+            self._costs = measure_costs(self.target, self.draft)
+        return self._costs.of_request(request, has_draft=self.draft is not None)
+
+    def _reserve(self, ticket: Ticket) -> bool:
+        """Set memory aside for a request; kept prefixes make room for it."""
+        if self.memory_limit is None:
+            return True
+        need = self.bytes_needed(ticket.request)
+        free = self.memory_limit - self._reserved_bytes
+        if need > free:
+            return False
+        self._prefixes.shrink(free - need)
+        ticket.num_reserved_bytes = need
+        return True
+
+    @property
+    def _reserved_bytes(self) -> int:
+        return sum(ticket.num_reserved_bytes for ticket in self._running)
 
     def _abandon(self, ticket: Ticket) -> None:
         """End a request whose step broke off: what that step had begun is dropped."""
         assert ticket.row is not None
         ticket.row.drop_uncounted()
         ticket.row.finish("cancelled", None)
-        self._retire(ticket)
+        self._retire(ticket, is_whole=False)
 
-    def _retire(self, ticket: Ticket) -> None:
-        """Let go of a finished row's states and make its completion."""
+    def _retire(self, ticket: Ticket, *, is_whole: bool = True) -> None:
+        """Make a finished row's completion, and keep its states or let them go; not `is_whole`: they may be torn."""
         row = ticket.row
         assert row is not None
         if ticket in self._running:
             self._running.remove(ticket)
-        if row.target_row is not None:
+        is_kept = is_whole and row.error is None and self._prefixes.keep(row)
+        if row.target_row is not None and not is_kept:
             self.target.free(row.target_row)
-        row.draft_cache = None
+        row.target_row = row.draft_cache = None
         row.drop_pending()
+        if self.memory_limit is not None:
+            self._prefixes.shrink(self.memory_limit - self._reserved_bytes)
         row.stats.check()
         ticket.completion = row.completion()
+        self._stats.add_request(row.stats, ticket.completion.finish_reason)
+
+    # ---- looking inside ----------------------------------------------------------------------------------------------
+    def stats(self) -> EngineStats:
+        """What this engine did so far, and what it holds now."""
+        rows = [ticket.row for ticket in self._running if ticket.row is not None]
+        return replace(
+            self._stats,
+            num_waiting=self.num_waiting,
+            num_running=self.num_running,
+            target_bytes=sum(row.target_row.num_bytes for row in rows if row.target_row is not None),
+            draft_bytes=sum(row.num_draft_bytes for row in rows),
+            prefix_bytes=self._prefixes.num_bytes,
+            reserved_bytes=self._reserved_bytes,
+            num_prefixes=len(self._prefixes),
+            num_prefix_lookups=self._prefixes.num_lookups,
+            num_prefix_hits=self._prefixes.num_hits,
+        )
+
+    def check_integrity(self) -> None:
+        """Nothing; an AssertionError names the first thing that does not add up. Run when the engine becomes idle."""
+        check_rows([ticket.row for ticket in self._running if ticket.row is not None])
+        self._prefixes.check()
+        assert self.memory_limit is None or self._reserved_bytes + self._prefixes.num_bytes <= self.memory_limit
+
+    def clear_prefixes(self) -> None:
+        """Let go of all kept prefixes."""
+        self._prefixes.clear()
 
 
 def _raise_if_broken(ticket: Ticket) -> None:
     if ticket.completion is not None and ticket.completion.error is not None:
         raise RequestError(ticket.completion.error)
+
+
+def _check_limits(**limits: int | None) -> None:
+    for name, value in limits.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise RequestError(f"{name} is {value!r}; it must be a whole number of at least 1")
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -6,7 +6,8 @@ Owns which draft and target are meant when none is named, and what happens when 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -16,12 +17,16 @@ import torch
 
 from blockdraft.config import TAP_STREAMS, TapStream
 from blockdraft.draft import DraftModel
-from blockdraft.engine.core import Engine, check_fit
+from blockdraft.engine.core import Engine
+from blockdraft.engine.fit import check_fit
 from blockdraft.engine.tap_stream import choose_stream, settle_stream
 from blockdraft.errors import BlockdraftError, PairError, RequestError, UnavailableError
 from blockdraft.formats import read as read_checkpoint
 from blockdraft.formats.source import locate
 from blockdraft.targets import ensure_target, load_target
+from blockdraft.targets.loading import DeviceMap, check_placement
+from blockdraft.targets.quantised import QuantizeMode
+from blockdraft.targets.stored import StoredTarget, find_target
 from blockdraft.text import load_tokenizer
 
 __all__ = ["DTYPES", "SpeculationMode", "builtin_draft", "load"]
@@ -46,9 +51,15 @@ def load(
     target: str | Path | None = None,
     *,
     dtype: str = "float32",
+    draft_dtype: str | None = None,
     device: str = "cpu",
+    device_map: DeviceMap | None = None,
+    quantize: QuantizeMode | None = None,
     speculation: SpeculationMode = "required",
     max_rows: int = 16,
+    max_waiting: int | None = None,
+    memory_limit: int | None = None,
+    prefix_cache_bytes: int = 0,
     trust_remote_code: bool = False,
     allow_mask_is_eos: bool = False,
     block_size: int | None = None,
@@ -58,16 +69,22 @@ def load(
     """An engine for a pair; without names, for the built-in one.
 
     `speculation`: "required" makes a draft that does not fit, or is not there, an error; "optional" goes on without
-    it and says so in every completion; "off" loads no draft. `dtype` holds for both halves. `progress` is called with
-    what a first-time fetch is doing and the share of it that is done. `allow_mask_is_eos` consents to a draft whose
-    mask id also ends or pads a text. `block_size` is for a draft whose files state none.
+    it and says so in every completion; "off" loads no draft. `dtype` holds for both halves, "auto" is each as it is
+    stored; `draft_dtype` is for the draft alone. `device_map` spreads the target over devices and `quantize` makes it
+    int8 or nf4 while it is read (bitsandbytes), see `load_target`; the draft lies where the target's embedding does,
+    in its own number format. `progress` is called with what a first-time fetch is doing and the share of it that is
+    done. `allow_mask_is_eos` consents to a draft whose mask id also ends or pads a text. `max_rows`, `max_waiting`,
+    `memory_limit` and `prefix_cache_bytes` are the engine's. `block_size` is for a draft whose files state none.
     `tap_stream`: which stream of a target with two (Kimi K3) the draft reads; None is what its config says, or what is
     known of the checkpoint; "auto" measures both on a short probe and leaves the outcome in the engine's `tap_choice`.
     """
     if speculation not in ("required", "optional", "off"):
         raise RequestError(f'speculation is {speculation!r}; allowed are "required", "optional" and "off"')
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise RequestError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
+    for word, given in (("dtype", dtype), ("draft_dtype", dtype if draft_dtype is None else draft_dtype)):
+        if given != "auto" and (not isinstance(given, str) or given not in DTYPES):
+            raise RequestError(f"{word} is {given!r}; allowed are {', '.join(DTYPES)} and auto")
+    if draft_dtype is not None and speculation == "off":
+        raise RequestError(f"draft_dtype is {draft_dtype!r} and speculation is off; drop one of the two")
     if block_size is not None and speculation == "off":
         raise RequestError(f"block_size is {block_size} and speculation is off; drop one of the two")
     if tap_stream not in (None, "auto", *TAP_STREAMS):
@@ -75,30 +92,35 @@ def load(
     if tap_stream is not None and speculation == "off":
         raise RequestError(f"tap_stream is {tap_stream!r} and speculation is off; drop one of the two")
     place = _checked_device(device)
+    check_placement(device_map, place, quantize)
     if draft is not None and target is None:
         raise PairError(f"draft {draft} needs its target; name it with target (--target on the command line)")
     if draft is None and target is not None and speculation == "required":
         raise PairError(f"target {target} has no draft; name one, or turn speculation off (--no-draft)")
-    target_folder = ensure_target(progress=progress) if target is None else locate(target, what="target")
+    named = ensure_target(progress=progress) if target is None else target
+    stored = find_target(named, trust_remote_code=trust_remote_code)
     model, reason = None, "speculation is switched off"
     if speculation != "off":
         try:
             model = _load_draft(
-                draft, target_folder, place, dtype, target is None, allow_mask_is_eos, block_size, tap_stream
+                draft, stored, place, draft_dtype or dtype, target is None, allow_mask_is_eos, block_size, tap_stream
             )
         except BlockdraftError as error:
             if speculation == "required":
                 raise
             reason = f"the draft was left out: {error}"
     loaded = load_target(
-        target_folder,
+        stored,
         tap_layer_ids=() if model is None else model.config.target_layer_ids,
-        dtype=DTYPES[dtype],
+        dtype=DTYPES.get(dtype),
         device=place,
-        trust_remote_code=trust_remote_code,
+        device_map=device_map,
+        quantize=quantize,
         tap_stream=(None if model is None else model.config.tap_stream) or "prefix",
     )
-    tokenizer = load_tokenizer(target_folder, trust_remote_code=trust_remote_code)
+    if model is not None:
+        _settle(model, loaded.device)
+    tokenizer = load_tokenizer(stored.path, trust_remote_code=trust_remote_code)
     choice = None
     if model is not None and tap_stream == "auto":
         loaded, choice = choose_stream(loaded, model, tokenizer, allow_mask_is_eos=allow_mask_is_eos)
@@ -108,6 +130,9 @@ def load(
         tokenizer=tokenizer,
         draft_off_reason=reason,
         max_rows=max_rows,
+        max_waiting=max_waiting,
+        memory_limit=memory_limit,
+        prefix_cache_bytes=prefix_cache_bytes,
         allow_mask_is_eos=allow_mask_is_eos,
     )
     engine.tap_choice = choice
@@ -116,7 +141,7 @@ def load(
 
 def _load_draft(
     draft: str | Path | None,
-    target_folder: Path,
+    target: StoredTarget,
     device: torch.device,
     dtype: str,
     is_builtin: bool,
@@ -124,20 +149,35 @@ def _load_draft(
     block_size: int | None,
     tap_stream: TapStream | Literal["auto"] | None,
 ) -> DraftModel:
-    from blockdraft.inspection import read_target_facts
-
     if draft is None and not is_builtin:
         raise PairError("no draft was named for this target")
-    facts = read_target_facts(target_folder)
+    facts = target.facts
     folder = builtin_draft() if draft is None else locate(draft, what="draft")
     checkpoint = read_checkpoint(folder, allow_mask_is_eos=allow_mask_is_eos, target=facts, block_size=block_size)
     check_fit(checkpoint.config, facts, own=checkpoint.tensors, allow_mask_is_eos=allow_mask_is_eos)
     stream = settle_stream(checkpoint.config, facts, folder if draft is None else draft, asked=tap_stream)
-    model = DraftModel.from_checkpoint(checkpoint, dtype=DTYPES[dtype], device=device)
+    kind = _stored_dtype(checkpoint.tensors.values(), draft or folder) if dtype == "auto" else DTYPES[dtype]
+    model = DraftModel.from_checkpoint(checkpoint, dtype=kind, device=device)
     model.config = replace(model.config, tap_stream=stream)
-    if device.type == "cpu" and dtype in ("float32", "bfloat16"):
-        model.pack_()
     return model
+
+
+def _stored_dtype(tensors: Iterable[torch.Tensor], name: str | Path) -> torch.dtype:
+    """The number format of most of a draft's weights: a file may keep a few of them in another."""
+    counts: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        counts[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
+    [(most, _)] = counts.most_common(1)
+    if most not in DTYPES.values():
+        raise RequestError(f"draft {name} is stored in {most}, in which it cannot run; name its draft_dtype")
+    return most
+
+
+def _settle(model: DraftModel, device: torch.device) -> None:
+    """Put the draft where the target's embedding lies, in the form that is fastest there."""
+    model.to(device)
+    if device.type == "cpu" and model.dtype in (torch.float32, torch.bfloat16):
+        model.pack_()
 
 
 def _checked_device(device: str) -> torch.device:

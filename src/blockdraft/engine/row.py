@@ -84,11 +84,15 @@ class RunningRow:
         return request.width is not None or (request.seed is not None and not request.sampling.is_greedy)
 
     @property
-    def num_bytes(self) -> int:
-        """Memory of its states and of the taps held back."""
-        held = 0 if self.target_row is None else self.target_row.num_bytes
-        held += 0 if self.draft_cache is None else self.draft_cache.num_bytes
+    def num_draft_bytes(self) -> int:
+        """Memory of the draft's context, and of the taps on their way to it."""
+        held = 0 if self.draft_cache is None else self.draft_cache.num_bytes
         return held + sum(taps.nbytes for taps in self.pending_taps)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all its states."""
+        return self.num_draft_bytes + (0 if self.target_row is None else self.target_row.num_bytes)
 
     def takes_best(self, num_rows: int) -> bool:
         """Whether its next ``num_rows`` tokens are the most likely ids of the logits as they are."""

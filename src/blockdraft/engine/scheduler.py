@@ -10,7 +10,7 @@ passed by one behind it that would need less memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
 
@@ -72,15 +72,16 @@ class Queue:
         return was_there
 
 
-def prompt_chunks(rows: Iterable[RunningRow], budget: int) -> Iterator[Chunk]:
+def prompt_chunks(
+    rows: Iterable[RunningRow], budget: int, next_stop: Callable[[RunningRow], int] = lambda row: row.num_prompt
+) -> Iterator[Chunk]:
     """Parts of the prompts of these rows, at most ``budget`` positions in all, the rows in turn.
 
-    Lazy: whoever takes a chunk may change how much of the next rows' prompts is left.
+    ``next_stop(row)`` is the position up to which a row's prompt may be fed at once. No row is asked for in vain.
     """
     for row in rows:
-        if budget <= 0:
+        size = min(budget, next_stop(row) - row.num_fed)
+        budget -= size
+        yield Chunk(row, size)
+        if not budget:
             return
-        size = min(budget, row.num_unfed)
-        if size > 0:
-            budget -= size
-            yield Chunk(row, size)
