@@ -1,0 +1,400 @@
+"""The width of each row's next block, chosen for the most emitted tokens per second.
+
+Owns the choice: from what a step costs (costs.py) and how likely each request's proposals are to stand (expected.py),
+plain decoding included, and from rare probes of rows that do not speculate. Pure arithmetic over few numbers; no torch.
+
+A step with n rows and m proposals emits n + (sum of their survivals) tokens in table[m] + drafting seconds. Survivals
+fall along a block, so for any m the best m proposals are the likeliest ones, and one pass over all proposals in that
+order sees every width vector that can be best. What a row costs to speculate at all (its share of the draft's pass,
+catching up with the taps held back) is charged to its first proposals.
+
+What keeps it from harm: speculation must promise MARGIN more than plain decoding before it begins; probes and audits
+are paid from a budget, a share of all time, and become rarer while they find nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from blockdraft.engine.costs import StepCosts, StepSample
+from blockdraft.engine.expected import AcceptanceRecord, Ease
+
+if TYPE_CHECKING:
+    from blockdraft.engine.row import RunningRow
+    from blockdraft.engine.times import StepTimes
+
+__all__ = ["AdaptiveWidth", "RowReport", "WidthReport"]
+
+MARGIN = 0.02  # predicted gain over plain decoding at which speculation begins
+STAY = 0.01  # predicted loss at which it ends
+TRUSTED_STEPS = 8  # with drafting, after which half of the table's stated error is forgotten
+HORIZON_STEPS = 32.0  # over which the cost of catching up is counted
+PROBE_SHARE = 0.005  # of all time, for probes and audits together
+FIRST_BUDGET_STEPS = 0.5  # what the budget begins with, in plain steps
+PROBE_WIDTH = 3
+FIRST_PROBE_STEPS, LAST_PROBE_STEPS = 8, 512  # pause between two probes of a row, doubled while they find nothing
+AUDIT_STEPS = 64  # at least, between two plain steps that check whether speculation still pays
+AUDIT_GAIN = 0.10  # predicted gain below which it is checked
+REFRESH_STEPS = 8  # after which a row that does not speculate is estimated anew from the engine's average
+
+
+@dataclass(slots=True)
+class _State:
+    """What the policy keeps of a running row."""
+
+    ease: Ease
+    survival: list[float]
+    probe_pause: int = FIRST_PROBE_STEPS
+    next_probe: int = 0
+    num_draft_seen: int = 0
+    widths: Counter[int] = field(default_factory=Counter)
+    num_probes: int = 0
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A choice and what it promises: tokens and seconds (without the machine's level) of the step."""
+
+    widths: list[int]
+    tokens: float
+    seconds: float
+    plain_rate: float
+    best_rate: float
+    kind: str  # "plain", "speculate", "probe", "audit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowReport:
+    """How one request's widths were chosen."""
+
+    widths: dict[int, int]
+    """Steps by width."""
+    num_probes: int
+    survival: list[float]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WidthReport:
+    """What an engine's policy chose and what came of it; rates over the steps without prompts in them."""
+
+    num_steps: int
+    widths: dict[int, int]
+    """Row-steps by width."""
+    num_probes: int
+    num_audits: int
+    probe_share: float
+    """Share of the time that probes and audits took, as predicted, beyond the best choice."""
+    expected_tok_per_s: float | None
+    measured_tok_per_s: float | None
+    conditional_acceptance: list[float]
+    num_trials: int
+    reason: str
+
+
+class AdaptiveWidth:
+    """Chooses widths by predicted tokens per second, and learns from every step.
+
+    ``num_positions`` is the most proposals of a block, ``prior`` the conditional acceptance by position that is known
+    of the draft. Rows with a fixed width keep it.
+    """
+
+    def __init__(self, costs: StepCosts, *, num_positions: int, prior: Sequence[float] | None = None) -> None:
+        self.costs = costs
+        self.acceptance = AcceptanceRecord(num_positions, prior)
+        self._states: WeakKeyDictionary[RunningRow, _State] = WeakKeyDictionary()
+        self._step = 0
+        self._is_on = False
+        self._rate = 0.0  # best predicted tokens per second of the last choice
+        self._budget_s: float | None = None
+        self._total_s = self._spent_s = 0.0
+        self._last_audit = 0
+        self._plan: _Plan | None = None
+        self._widths: Counter[int] = Counter()
+        self._num_probes = self._num_audits = self._num_drafted = 0
+        self._expected = [0.0, 0.0]  # tokens, seconds
+        self._measured = [0.0, 0.0]
+        self._context = self._num_injected = 0
+        self._last_draft: tuple[int, int] | None = None  # rows and proposals of the last step that drafted
+
+    # ---- the choice --------------------------------------------------------------------------------------------------
+    def choose(self, rows: Sequence[RunningRow], most: Sequence[int]) -> list[int]:
+        """The width of each row's next block, 1 <= width <= most of the row."""
+        self._step += 1
+        if not rows:
+            self._plan = None
+            return []
+        states = [self._state(row) for row in rows]
+        self._context = sum(len(row.ids) for row in rows)
+        plan = self._best(rows, states, most)
+        if self._budget_s is None:
+            self._budget_s = FIRST_BUDGET_STEPS * len(rows) / plan.plain_rate
+        if plan.kind == "speculate":
+            plan = self._audited(rows, most, plan)
+        if any(width == 1 < limit for width, limit in zip(plan.widths, most, strict=True)):
+            plan = self._probed(rows, states, most, plan)
+        self._plan = plan
+        self._num_injected = sum(row.num_pending for row, width in zip(rows, plan.widths, strict=True) if width > 1)
+        return plan.widths
+
+    def _state(self, row: RunningRow) -> _State:
+        state = self._states.get(row)
+        if state is None:
+            ease = Ease()
+            state = self._states[row] = _State(ease, self.acceptance.survival(ease))
+        return state
+
+    def _best(self, rows: Sequence[RunningRow], states: Sequence[_State], most: Sequence[int]) -> _Plan:
+        """The widths of the highest tokens per second; rows that speculated at the last step need no margin."""
+        num_rows = len(rows)
+        widths = [1] * num_rows
+        tokens, num_extra, num_drafting = float(num_rows), 0, 0
+        fixed_widths = set()
+        for i, row in enumerate(rows):
+            if row.has_fixed_width and most[i] > 1:
+                widths[i] = most[i]
+                fixed_widths.add(most[i])
+                num_drafting += 1
+                num_extra += most[i] - 1
+                tokens += sum(states[i].survival[: most[i] - 1])
+        most_extra = sum(most) - num_rows
+        table = self.costs.table(num_rows, most_extra)
+        prices = self.costs.draft_prices(*(self._last_draft or (num_rows, 3 * num_rows)))
+        base_s = self.costs.model.context_s * self._context
+        if num_drafting:
+            base_s += prices.pass_s * len(fixed_widths) + prices.row_s * num_drafting + prices.inject_s
+            base_s += prices.position_s * num_extra
+        plain_s = base_s + table[num_extra]
+        plain_rate = tokens / plain_s
+        pieces = self._pieces(rows, states, most, widths, prices.row_s, prices.inject_position_s, plain_rate)
+        # all prefixes of the proposals in falling order of what they bring
+        best_rate, best_count = 0.0, 0
+        extra, gained = num_extra, tokens
+        seconds = base_s + prices.pass_s + (0.0 if num_drafting else prices.inject_s)
+        position_s = prices.position_s
+        for count, (_, size, value, on_s, _) in enumerate(pieces, start=1):
+            extra += size
+            gained += value
+            seconds += on_s + position_s * size
+            rate = gained / (seconds + table[extra])
+            if rate > best_rate:
+                best_rate, best_count = rate, count
+        is_on = best_rate > plain_rate * (1.0 - STAY if self._is_on else 1.0 + self._margin)
+        self._rate = best_rate if is_on else plain_rate
+        if not is_on:
+            self._is_on = False
+            return _Plan(widths, tokens, plain_s, plain_rate, best_rate, "plain")
+        self._is_on = True
+        for _, size, value, _, i in pieces[:best_count]:
+            widths[i] += size
+            tokens += value
+        return _Plan(widths, tokens, tokens / best_rate, plain_rate, best_rate, "speculate")
+
+    @property
+    def _margin(self) -> float:
+        """Gain that must be promised: more while the table is believed, less once speculative steps were timed."""
+        doubt = self.costs.model.error or 0.0
+        return MARGIN + doubt * TRUSTED_STEPS / (TRUSTED_STEPS + self._num_drafted)
+
+    def _pieces(
+        self,
+        rows: Sequence[RunningRow],
+        states: Sequence[_State],
+        most: Sequence[int],
+        widths: Sequence[int],
+        row_s: float,
+        inject_position_s: float,
+        plain_rate: float,
+    ) -> list[tuple[float, int, float, float, int]]:
+        """(value per proposal, proposals, tokens, seconds beside those of the proposals, row), falling.
+
+        A row's first piece carries what it costs to speculate at all, and as many proposals as make that worth most.
+        """
+        rate = max(self._rate, plain_rate)
+        pieces = []
+        for i, row in enumerate(rows):
+            count = most[i] - widths[i]
+            if count <= 0 or widths[i] > 1:
+                continue
+            survival = states[i].survival
+            on_s = row_s + inject_position_s * row.num_pending / HORIZON_STEPS
+            charge = rate * on_s
+            best, size, total = -math.inf, 1, 0.0
+            for k in range(count):
+                total += survival[k]
+                mean = (total - charge) / (k + 1)
+                if mean <= best:
+                    break
+                best, size = mean, k + 1
+            pieces.append((best, size, sum(survival[:size]), on_s, i))
+            pieces.extend((value, 1, value, 0.0, i) for value in survival[size:count])
+        pieces.sort(key=_value, reverse=True)
+        return pieces
+
+    # ---- probes and audits -------------------------------------------------------------------------------------------
+    def _audited(self, rows: Sequence[RunningRow], most: Sequence[int], plan: _Plan) -> _Plan:
+        """A plain step instead of the plan, now and then where the two are predicted to be close."""
+        gain = plan.best_rate / plan.plain_rate - 1.0
+        if gain > AUDIT_GAIN or self._step - self._last_audit < AUDIT_STEPS:
+            return plan
+        widths = [limit if row.has_fixed_width else 1 for row, limit in zip(rows, most, strict=True)]
+        if widths == plan.widths:
+            return plan
+        table = self.costs.table(len(rows), sum(most) - len(rows))
+        seconds = table[sum(widths) - len(rows)] + self.costs.model.context_s * self._context
+        loss_s = max(gain, 0.0) * seconds
+        if loss_s > self._left_s:
+            return plan
+        self._spend(loss_s)
+        self._last_audit, self._num_audits = self._step, self._num_audits + 1
+        return _Plan(widths, plan.plain_rate * seconds, seconds, plan.plain_rate, plan.best_rate, "audit")
+
+    def _probed(self, rows: Sequence[RunningRow], states: Sequence[_State], most: Sequence[int], plan: _Plan) -> _Plan:
+        """The plan with a few of the rows that do not speculate at a small width, if the budget allows it."""
+        due = [
+            i
+            for i, state in enumerate(states)
+            if plan.widths[i] == 1 < most[i] and state.next_probe <= self._step and not rows[i].has_fixed_width
+        ]
+        if not due:
+            return plan
+        due.sort(key=lambda i: states[i].next_probe)
+        due = due[: max(1, len(rows) // 8)]
+        widths, value, num_extra = list(plan.widths), 0.0, sum(plan.widths) - len(rows)
+        added = injected = 0
+        for i in due:
+            widths[i] = min(PROBE_WIDTH, most[i])
+            states[i].survival = self.acceptance.survival(states[i].ease)
+            value += sum(states[i].survival[: widths[i] - 1])
+            added += widths[i] - 1
+            injected += rows[i].num_pending
+        table = self.costs.table(len(rows), sum(most) - len(rows))
+        prices = self.costs.draft_prices(len(due), added)
+        cost_s = table[num_extra + added] - table[num_extra] + prices.row_s * len(due) + prices.position_s * added
+        cost_s += prices.inject_position_s * injected
+        if plan.kind != "speculate":
+            cost_s += prices.pass_s + prices.inject_s
+        loss_s = max(cost_s - value / self._rate, 0.0)
+        if loss_s > self._left_s:
+            return plan
+        self._spend(loss_s)
+        self._num_probes += len(due)
+        for i in due:
+            state = states[i]
+            state.num_probes += 1
+            state.next_probe = self._step + state.probe_pause
+            state.probe_pause = min(2 * state.probe_pause, LAST_PROBE_STEPS)
+        kind = "probe" if plan.kind == "plain" else plan.kind
+        return _Plan(widths, plan.tokens + value, plan.seconds + cost_s, plan.plain_rate, plan.best_rate, kind)
+
+    @property
+    def _left_s(self) -> float:
+        return self._budget_s or 0.0
+
+    def _spend(self, seconds: float) -> None:
+        self._budget_s = self._left_s - seconds
+        self._spent_s += seconds
+
+    # ---- learning ----------------------------------------------------------------------------------------------------
+    def record(
+        self, rows: Sequence[RunningRow], widths: Sequence[int], num_accepted: Sequence[int], times: StepTimes
+    ) -> None:
+        """What a step with these widths gave."""
+        num_drafting = num_proposals = 0
+        passes = set()  # a pass for each fixed width, and one for all rows without
+        for row, width, accepted in zip(rows, widths, num_accepted, strict=True):
+            state = self._state(row)
+            state.widths[width] += 1
+            self._widths[width] += 1
+            num_proposed = row.stats.num_draft_tokens - state.num_draft_seen  # fewer than width - 1 after a cut
+            state.num_draft_seen = row.stats.num_draft_tokens
+            if width > 1:
+                passes.add(width if row.has_fixed_width else 0)
+                num_drafting += 1
+                num_proposals += width - 1
+                self.acceptance.observe(state.ease, num_proposed, accepted)
+                state.survival = self.acceptance.survival(state.ease)
+                if self._is_on:
+                    state.probe_pause = FIRST_PROBE_STEPS
+                    state.next_probe = self._step + FIRST_PROBE_STEPS
+            elif (self._step + id(row) // 64) % REFRESH_STEPS == 0:
+                state.survival = self.acceptance.survival(state.ease)
+        if num_drafting:
+            self._last_draft = (num_drafting, num_proposals)
+            self._num_drafted += 1
+        plan, seconds = self._plan, times.total_s
+        if plan is None or times.num_prefilled or not rows:
+            return
+        self._total_s += seconds
+        self._budget_s = min(self._left_s + PROBE_SHARE * seconds / self.costs.level, 2.0 * plan.seconds)
+        self._expected[0] += plan.tokens
+        self._expected[1] += plan.seconds * self.costs.level
+        self._measured[0] += sum(num_accepted) + len(rows)
+        self._measured[1] += seconds
+        self.costs.observe(
+            StepSample(
+                num_rows=len(rows),
+                num_scored=times.num_scored,
+                context=self._context,
+                num_passes=len(passes),
+                num_drafting=num_drafting,
+                num_proposals=num_proposals,
+                num_injected=self._num_injected,
+                score_s=times.score_s,
+                other_s=times.accept_s + times.commit_s,
+                propose_s=times.propose_s,
+            )
+        )
+
+    # ---- explanations ------------------------------------------------------------------------------------------------
+    def report(self) -> WidthReport:
+        """What was chosen so far, what it was expected to give and what it gave."""
+        expected, measured = (a / b if b > 0 else None for a, b in (self._expected, self._measured))
+        return WidthReport(
+            num_steps=self._step,
+            widths=dict(sorted(self._widths.items())),
+            num_probes=self._num_probes,
+            num_audits=self._num_audits,
+            probe_share=self._spent_s * self.costs.level / self._total_s if self._total_s else 0.0,
+            expected_tok_per_s=expected,
+            measured_tok_per_s=measured,
+            conditional_acceptance=self.acceptance.shares,
+            num_trials=self.acceptance.num_trials,
+            reason=self._reason(),
+        )
+
+    def explain(self, row: RunningRow) -> RowReport:
+        """How the widths of one request were chosen."""
+        state = self._state(row)
+        reason = "its width is fixed" if row.has_fixed_width else self._reason()
+        return RowReport(
+            widths=dict(sorted(state.widths.items())),
+            num_probes=state.num_probes,
+            survival=list(state.survival),
+            reason=reason,
+        )
+
+    def _reason(self) -> str:
+        plan = self._plan
+        if plan is None:
+            return "no step yet"
+        level = self.costs.level
+        plain, best = plan.plain_rate / level, plan.best_rate / level
+        survival = " ".join(f"{100 * share:.0f}" for share in self.acceptance.survival())
+        means = f"an average request has {survival} % of its proposals accepted by position"
+        if plan.kind in ("speculate", "audit"):
+            return f"speculates: {best:.1f} tok/s predicted, plain {plain:.1f}; {means}"
+        if best <= plain:
+            return f"plain: no width promises more than its {plain:.1f} tok/s; {means}"
+        return (
+            f"plain: the best widths promise {best:.1f} tok/s, plain {plain:.1f}, not {self._margin:.1%} more; {means}"
+        )
+
+
+def _value(piece: tuple[float, int, float, float, int]) -> float:
+    return piece[0]
