@@ -22,6 +22,7 @@ from blockdraft.cli.convert import convert
 from blockdraft.cli.generate import generate
 from blockdraft.cli.launch import SETTINGS as LAUNCH_SETTINGS
 from blockdraft.cli.launch import launch
+from blockdraft.cli.verify import verify
 from blockdraft.errors import BlockdraftError
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(generate)
+app.command()(verify)
 app.command()(commands.train)
 app.command()(commands.corpus)
 app.command()(commands.inspect)
