@@ -36,7 +36,7 @@ LESSON = Lesson(num_steps=40, sequences_per_step=4, length=48, learning_rate=1e-
 TOY = Course(
     shapes=SHAPES,
     lessons=dict.fromkeys(SHAPES, LESSON),
-    num_taught=6,
+    num_taught=10,
     num_prompts=2,
     max_new_tokens=NUM_TOKENS,
     has_gates=False,

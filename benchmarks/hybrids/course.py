@@ -25,10 +25,9 @@ _FACTS = "facts.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """How much of everything; few paragraphs, so that a target learns them nearly by heart and its text runs in no loop.
+    """How much of everything: few paragraphs, which a target learns nearly by heart, so that its text runs in no loop.
 
-    A drafter is trained on what the target writes after the beginning of each of them. `changes` are those of every
-    recipe.
+    A drafter is trained on what the target writes after the beginning of each. `changes` are those of every recipe.
     """
 
     shapes: Mapping[str, Shape]
