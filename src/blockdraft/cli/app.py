@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import os
 import sys
 import warnings
@@ -73,6 +74,7 @@ def _prepare_process() -> None:
         warnings.simplefilter("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it names every number format it casts from
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if isinstance(sys.stdout, io.TextIOWrapper):

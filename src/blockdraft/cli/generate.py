@@ -64,8 +64,18 @@ def generate(
     stop_id: Annotated[list[int] | None, typer.Option(help="Stop id instead of the target's; may be repeated.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities and the N likeliest.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16, float64, or auto: each half as it is stored.")
+    ] = "float32",
+    draft_dtype: Annotated[str | None, typer.Option(help="The draft's own, where it is not --dtype.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+    device_map: Annotated[
+        str | None,
+        typer.Option(help='The target over several devices: auto, balanced, sequential, or JSON {"module": device}.'),
+    ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="int8 or nf4: the target's weights, while they are read (bitsandbytes).")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
     trust_remote_code: Annotated[
@@ -114,7 +124,19 @@ def generate(
     Request(prompt_ids=(0,), **settings)  # what is wrong with the options is said before anything is loaded
     asked = _read_prompts(prompt, prompts, system, raw)
     engine = _engine(
-        draft, target, dtype, device, threads, no_draft, trust_remote_code, allow_mask_is_eos, block_size, tap_stream
+        draft,
+        target,
+        threads,
+        dtype=dtype,
+        draft_dtype=draft_dtype,
+        device=device,
+        device_map=_device_map(device_map),
+        quantize=quantize,
+        speculation="off" if no_draft else "required",
+        trust_remote_code=trust_remote_code,
+        allow_mask_is_eos=allow_mask_is_eos,
+        block_size=block_size,
+        tap_stream=tap_stream,
     )
     requests = [_request(engine, item, settings, may_shorten=max_new_tokens is None) for item in asked]
     for request in requests:
@@ -225,35 +247,23 @@ def _biases(words: list[str]) -> dict[int, float]:
     return biases
 
 
-def _engine(
-    draft: str | None,
-    target: str | None,
-    dtype: str,
-    device: str,
-    threads: int | None,
-    no_draft: bool,
-    trust_remote_code: bool,
-    allow_mask_is_eos: bool,
-    block_size: int | None,
-    tap_stream: Any,
-) -> Engine:
+def _device_map(words: str | None) -> Any:
+    """The device map that --device-map names or spells out as JSON."""
+    if words is None or not words.lstrip().startswith("{"):
+        return words
+    try:
+        return json.loads(words)
+    except ValueError as error:
+        raise RequestError(f"--device-map {shown(words)} is not JSON ({error}); give a name or an object") from None
+
+
+def _engine(draft: str | None, target: str | None, threads: int | None, **settings: Any) -> Engine:
     set_threads(threads)
     from blockdraft.engine import load
 
     fetching = FetchProgress()
     try:
-        engine = load(
-            draft,
-            target,
-            dtype=dtype,
-            device=device,
-            speculation="off" if no_draft else "required",
-            trust_remote_code=trust_remote_code,
-            allow_mask_is_eos=allow_mask_is_eos,
-            block_size=block_size,
-            tap_stream=tap_stream,
-            progress=fetching,
-        )
+        engine = load(draft, target, progress=fetching, **settings)
     finally:
         fetching.close()
     if engine.tap_choice is not None:

@@ -110,14 +110,22 @@ def load_model(
         settings["quantization_config"] = bitsandbytes_config(quantize, dtype or _stored_dtype(stored.config))
     if (method is not None or quantize is not None) and device_map is None:
         settings["device_map"] = {"": str(place)}  # quantised layers are made where they stay
-    model, found = stored.read(
-        _class_of(stored.config, stored.name),
-        config=stored.config,
-        dtype="auto" if dtype is None else dtype,
-        trust_remote_code=stored.trust_remote_code,
-        output_loading_info=True,
-        **settings,
-    )
+    try:
+        model, found = stored.read(
+            _class_of(stored.config, stored.name),
+            config=stored.config,
+            dtype="auto" if dtype is None else dtype,
+            trust_remote_code=stored.trust_remote_code,
+            output_loading_info=True,
+            **settings,
+        )
+    except CheckpointError as error:
+        if "offload_folder" not in str(error.__cause__):
+            raise
+        raise UnavailableError(
+            f"the device map puts weights of target {stored.name} on disk that are not used as they are stored there"
+            " (most experts, GGUF): place them on a device or the cpu"
+        ) from error
     if missing := sorted(found["missing_keys"]):  # transformers fills them with random numbers
         raise CheckpointError(
             f"{stored.name} lacks {len(missing)} tensors of a {facts.model_type} model ({', '.join(missing[:3])}"

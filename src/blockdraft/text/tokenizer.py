@@ -181,11 +181,13 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer of a target folder: read by ``tokenizers`` alone where exact, else by transformers.
+    """The tokenizer of a target's folder or GGUF: read by ``tokenizers`` alone where exact, else by transformers.
 
     Code that the folder brings runs only with trust_remote_code; nobody is asked at a prompt.
     """
     folder = Path(path)
+    if folder.suffix == ".gguf" and folder.is_file():
+        return _load_auto(folder.parent, trust_remote_code, gguf_file=folder.name)
     if not folder.is_dir():
         raise CheckpointError(f"no tokenizer at {folder}: expected a folder with tokenizer.json")
     return _load_plain(folder) or _load_auto(folder, trust_remote_code)
@@ -220,11 +222,13 @@ def _load_plain(folder: Path) -> Tokenizer | None:
     return Tokenizer(backend=backend, chat_template=template, special_tokens=special)
 
 
-def _load_auto(folder: Path, trust_remote_code: bool) -> Tokenizer:
+def _load_auto(folder: Path, trust_remote_code: bool, **file: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        auto: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        auto: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code, **file
+        )
     except Exception as error:  # transformers and tokenizers raise anything here, bare Exception included
         reason = " ".join(str(error).split())[:200].rstrip() or type(error).__name__
         found = "" if (folder / "tokenizer.json").is_file() else "there is no tokenizer.json; "
