@@ -119,10 +119,10 @@ class PrefixCache:
         """How far a row's prompt may be fed at once, so that the snapshots that are wanted can be taken."""
         if not self._wants_snapshots(row):
             return row.num_prompt
-        stops = [row.num_prompt - 1]
+        stops = [row.num_prompt, row.num_prompt - 1]
         if self.snapshot_every is not None:
             stops.append((row.num_fed // self.snapshot_every + 1) * self.snapshot_every)
-        return min((stop for stop in stops if stop > row.num_fed), default=row.num_prompt)
+        return min(stop for stop in stops if stop > row.num_fed)
 
     def snapshot(self, row: RunningRow) -> None:
         """Keep a copy of a row's states if it stands where one is wanted."""
