@@ -85,10 +85,10 @@ def test_the_recurrence_is_the_loop_over_positions(width: int, length: int) -> N
     assert relative(found, wanted) < 1e-13
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", [*RECURRENT, "lara_mini"])
 def test_who_is_taken_back_this_way(family: str) -> None:
     target = HFTarget(model_of(family))
-    assert deltas(target) == (3 if family in DELTA else 0)
+    assert deltas(target) == (3 if family in DELTA else 2 if family == "lara_mini" else 0)
     target.close()
 
 

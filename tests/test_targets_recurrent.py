@@ -16,7 +16,7 @@ from blockdraft.targets import HFTarget, load_target
 from blockdraft.targets.hf_cache import RowCache
 from blockdraft.targets.recurrent import Undo
 from blockdraft.targets.selftest import Findings, examine
-from tiny_hybrids import RECURRENT, SPARSE, relative, rounds, tiny_hybrid
+from tiny_hybrids import RECURRENT, SPARSE, TRIED, relative, rounds, tiny_hybrid
 from tiny_targets import random_ids
 
 LIMIT = 1e-5
@@ -53,6 +53,15 @@ def fresh(target: HFTarget, ids: Tensor) -> Tensor:
 
 def test_rounds_of_random_acceptance(target: HFTarget) -> None:
     assert rounds(target, 15) <= LIMIT
+
+
+@pytest.mark.parametrize("family", TRIED)
+def test_families_that_only_the_self_test_knows(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    target = HFTarget(tiny_hybrid(family), (1, 3))
+    assert target._mixers is not None and len(list(tmp_path.rglob("*.json"))) == 1
+    assert rounds(target, 12) <= LIMIT
+    target.close()
 
 
 def test_every_proven_family_is_tried_here() -> None:

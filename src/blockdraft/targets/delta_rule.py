@@ -65,6 +65,7 @@ KNOWN: dict[str, Gates] = {
     "Qwen3_5GatedDeltaNet": _IN_PROJ,
     "Qwen3_5MoeGatedDeltaNet": _IN_PROJ,
     "Qwen4ExpTextGatedDeltaNet": _IN_PROJ,
+    "LaraMiniGatedDeltaNet": _IN_PROJ,
     "OlmoHybridGatedDeltaNet": Gates(("b_proj", "a_proj"), _apart),
     "KimiLinearDeltaAttention": _KDA,
     "Glm5NextTextLinearAttention": _KDA,
