@@ -110,8 +110,46 @@ def inspect(
     allow_mask_is_eos: Annotated[
         bool, typer.Option("--allow-mask-is-eos", help="Accept a draft whose mask id also ends or pads a text.")
     ] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Instead: memory, step times and speed-up of the pair on some GPUs.")
+    ] = False,
+    gpus: Annotated[str | None, typer.Option(help="The GPUs of a plan, as 8xH200.")] = None,
+    context: Annotated[str | None, typer.Option(help="Positions of every request, as 128k. Without it, 32k.")] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(help="Requests at a time on one replica, as 1..256 or 1,8,64. Without it, 1..256.")
+    ] = None,
+    acceptance: Annotated[
+        str | None, typer.Option(help="Tokens a step, or a share for each position. Without it, by the draft's card.")
+    ] = None,
+    tp: Annotated[int | None, typer.Option(help="GPUs of one replica. Without it, the fewest that hold it.")] = None,
+    price: Annotated[float | None, typer.Option(help="USD for an hour of one GPU.")] = None,
+    kv_bits: Annotated[int | None, typer.Option(help="Bits of the target's cache: 16 or 8. Without it, 16.")] = None,
+    target_gb: Annotated[
+        float | None, typer.Option(help="Size of the target's weights, for one whose config does not tell.")
+    ] = None,
+    costs: Annotated[
+        Path | None, typer.Option(help="Measured step times, a JSON file, in place of a roofline.")
+    ] = None,
 ) -> None:
     """What is this checkpoint, does it fit the target, what will it cost. Needs no torch, reads no weights."""
+    from blockdraft.cli.plan import PlanWish, show_plan
+
+    wish = PlanWish(
+        gpus=gpus,
+        context=context,
+        concurrency=concurrency,
+        acceptance=acceptance,
+        tensor_parallel=tp,
+        usd_per_gpu_hour=price,
+        kv_bits=kv_bits,
+        target_gb=target_gb,
+        costs=costs,
+    )
+    if plan:
+        show_plan(draft, target, wish, allow_mask_is_eos=allow_mask_is_eos, block_size=block_size, as_json=as_json)
+        return
+    if wish.given():
+        raise RequestError(f"{', '.join(wish.given())} without --plan: add it, or leave them out")
     from blockdraft.formats.source import locate
     from blockdraft.inspection import inspect_checkpoint, render_text
 

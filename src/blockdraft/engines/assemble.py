@@ -119,19 +119,30 @@ def _engine_here(engine: Engine, wish: Wish, *, is_started: bool) -> tuple[str |
 
 def read_pair(wish: Wish) -> tuple[Facts, Mapping[str, Any]]:
     """The draft as an engine meets it, and the target's config.json. Raises PairError if the two do not fit."""
-    draft = locate(wish.draft, what="draft", config_only=True)
-    target_place = locate(wish.target, what="target", config_only=True)
+    facts, target_raw = read_fitting(
+        wish.draft, wish.target, allow_mask_is_eos=wish.allow_mask_is_eos, block_size=wish.block_size
+    )
+    stream = _tap_stream(wish, facts)
+    if stream is not None:
+        facts = dataclasses.replace(facts, config=dataclasses.replace(facts.config, tap_stream=stream))
+    return facts, target_raw
+
+
+def read_fitting(
+    draft_name: str, target_name: str, *, allow_mask_is_eos: bool, block_size: int | None
+) -> tuple[Facts, Mapping[str, Any]]:
+    """A draft as its files describe it, and the target's config.json. Raises PairError if the two do not fit."""
+    draft = locate(draft_name, what="draft", config_only=True)
+    target_place = locate(target_name, what="target", config_only=True)
     if target_place.suffix == ".gguf":
-        raise PairError(
-            f"the target {wish.target} is a GGUF file: these engines are given the folder or hub id it is of"
-        )
+        raise PairError(f"the target {target_name} is a GGUF file: give the folder or hub id it is of")
     report = inspect_checkpoint(
         draft,
         target_place,
-        allow_mask_is_eos=wish.allow_mask_is_eos,
-        block_size=wish.block_size,
-        name=wish.draft,
-        target_name=wish.target,
+        allow_mask_is_eos=allow_mask_is_eos,
+        block_size=block_size,
+        name=draft_name,
+        target_name=target_name,
     )
     failed = [
         f"{rule['name']}: {rule['detail']}"
@@ -142,15 +153,10 @@ def read_pair(wish: Wish) -> tuple[Facts, Mapping[str, Any]]:
         raise PairError(f"this draft does not fit this target: {'; '.join(failed)}")
     target = read_target_facts(target_place)
     layout = find_dialect(draft)
-    config = layout.read_config(
-        draft, allow_mask_is_eos=wish.allow_mask_is_eos, target=target, block_size=wish.block_size
-    )
+    config = layout.read_config(draft, allow_mask_is_eos=allow_mask_is_eos, target=target, block_size=block_size)
     raw, _ = layout.read_raw(draft)
     own = report["weights"]["own"] if report["weights"] is not None else []
     facts = Facts(config=config, dialect=layout.name, raw=raw, own=own, target=target)
-    stream = _tap_stream(wish, facts)
-    if stream is not None:
-        facts = dataclasses.replace(facts, config=dataclasses.replace(config, tap_stream=stream))
     target_raw, _ = zlab.read_raw_config(target_place)
     return facts, target_raw
 

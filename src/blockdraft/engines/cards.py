@@ -65,6 +65,13 @@ CARDS: Mapping[str, tuple[Card, ...]] = {
 }  # fmt: skip
 
 
+def card_at(draft: str, width: int) -> Card | None:
+    """The card of a draft, by its hub id, at this width."""
+    name = (hub_id_of(draft) or "").lower()
+    cards = {key.lower(): value for key, value in CARDS.items()}.get(name, ())
+    return next((card for card in cards if card.width == width), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Floor:
     """Acceptance below `length` counts as a collapse; `ground` says whose word that is."""
@@ -77,10 +84,8 @@ def floor_of(draft: str, width: int, asked: float | None) -> Floor:
     """The floor asked for, else that of the draft's card at this width, else what no draft may fall below."""
     if asked is not None:
         return Floor(asked, "--floor")
-    name = hub_id_of(draft)
-    cards = {key.lower(): value for key, value in CARDS.items()}.get((name or "").lower(), ())
-    for card in cards:
-        if card.width == width:
-            lowest = min(card.lengths, key=lambda workload: card.lengths[workload])
-            return Floor(card.floor, f"half of what {lowest} gains, {card.lengths[lowest]:.2f} in {card.source}")
+    card = card_at(draft, width)
+    if card is not None:
+        lowest = min(card.lengths, key=lambda workload: card.lengths[workload])
+        return Floor(card.floor, f"half of what {lowest} gains, {card.lengths[lowest]:.2f} in {card.source}")
     return Floor(COLLAPSED, "no card is known for this draft and width; say what you expect with --floor")
