@@ -371,7 +371,7 @@ def _t_central_mass(angle: float, degrees: int) -> float:
     return 2.0 / math.pi * (angle + mass) if is_odd else mass
 
 
-def _critical(level: float, num_clusters: int) -> float:
+def critical_value(level: float, num_clusters: int) -> float:
     """Two-sided quantile: Student's t with n-1 degrees for n <= 50 clusters, the normal law's beyond."""
     assert 0.0 < level < 1.0
     probability = 0.5 * (1.0 + level)
@@ -396,7 +396,7 @@ def ratio_interval(
     if n < 2:
         return Interval(ratio, None, None, level, n)
     squares = sum((a - ratio * s) ** 2 for a, s in zip(numerators, denominators, strict=True))
-    half = _critical(level, n) * math.sqrt(n / (n - 1) * squares) / total
+    half = critical_value(level, n) * math.sqrt(n / (n - 1) * squares) / total
     return Interval(ratio, ratio - half, ratio + half, level, n)
 
 
@@ -464,7 +464,7 @@ def paired_difference(
     if n < 2:
         return Interval(r_2 - r_1, None, None, level, n)
     influences = [(a_2[k] - r_2 * s_2[k]) / (total_2 / n) - (a_1[k] - r_1 * s_1[k]) / (total_1 / n) for k in a_1]
-    half = _critical(level, n) * stdev(influences) / math.sqrt(n)
+    half = critical_value(level, n) * stdev(influences) / math.sqrt(n)
     return Interval(r_2 - r_1, r_2 - r_1 - half, r_2 - r_1 + half, level, n)
 
 
