@@ -139,6 +139,7 @@ def _examined(
     return examine_pair(
         engine,
         reference=reference,
+        draft_folder=draft_folder,
         budget=sizes,
         prompts=exam_prompts(engine.tokenizer, sizes.num_prompts),
         subject=subject,

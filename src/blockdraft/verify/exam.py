@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from blockdraft.accept import SamplingParams
@@ -17,6 +18,7 @@ from blockdraft.engine import Engine
 from blockdraft.errors import RequestError
 from blockdraft.text import Tokenizer
 from blockdraft.verify.cuts import check_cuts
+from blockdraft.verify.draft_reference import check_draft
 from blockdraft.verify.greedy import Judge, check_batches, check_greedy
 from blockdraft.verify.lossless import SampledBudget, examine_sampling
 from blockdraft.verify.parity import check_draft_cache, check_rollback, check_target
@@ -106,6 +108,7 @@ def examine_pair(
     engine: Engine,
     *,
     reference: Reference | str,
+    draft_folder: Path | None,
     budget: Budget,
     prompts: Sequence[Sequence[int]],
     subject: Mapping[str, Any],
@@ -115,7 +118,8 @@ def examine_pair(
 ) -> Report:
     """The report on an engine with a draft. `reference` is the independent reading of its target, or why there is none.
 
-    `checks` were made before and stand first in the report.
+    `draft_folder` is where the draft was read from, for the reference implementation to read it too; None leaves that
+    comparison out. `checks` were made before and stand first in the report.
     """
     started = time.monotonic()
     system, target, draft = EngineSystem(engine), engine.target, engine.draft
@@ -129,6 +133,8 @@ def examine_pair(
     made.append(check_rollback(target, seed))
     if isinstance(draft, DraftModel):
         made.append(check_draft_cache(target, draft, prompts[0], seed))
+        if draft_folder is not None:
+            made.append(check_draft(target, draft, draft_folder, prompts[0]))
     report = examine_system(
         system,
         prompts,
@@ -139,13 +145,7 @@ def examine_pair(
         subject=subject,
         on_progress=on_progress,
     )
-    return Report(
-        subject=report.subject,
-        budget=report.budget,
-        alpha=report.alpha,
-        checks=(*made, *report.checks),
-        seconds=time.monotonic() - started,
-    )
+    return replace(report, checks=(*made, *report.checks), seconds=time.monotonic() - started)
 
 
 def _judge(system: System, prompts: Sequence[Sequence[int]], reference: Reference | str, itemsize: int) -> Judge:
@@ -202,17 +202,7 @@ def examine_system(
                 f"sampled text, {name}", done + part * share
             ),
         )
-        trials.extend(
-            Trial(
-                name=f"{trial.name} ({name})",
-                p_value=trial.p_value,
-                finding=trial.finding,
-                reason=trial.reason,
-                sight=trial.sight,
-                figures=trial.figures,
-            )
-            for trial in found
-        )
+        trials.extend(replace(trial, name=f"{trial.name} ({name})") for trial in found)
     return Report(
         subject=subject,
         budget=budget.name,
