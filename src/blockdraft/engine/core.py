@@ -311,16 +311,19 @@ class Engine:
         assert row is not None
         if ticket in self._running:
             self._running.remove(ticket)
-        is_kept = is_whole and row.error is None and self._prefixes.keep(row)
-        if row.target_row is not None and not is_kept:
-            self.target.free(row.target_row)
-        row.target_row = row.draft_cache = None
-        row.drop_pending()
-        if self.memory_limit is not None:
-            self._prefixes.shrink(self.memory_limit - self._reserved_bytes)
         row.stats.check()
         ticket.completion = row.completion()
         self._stats.add_request(row.stats, ticket.completion.finish_reason)
+        is_kept = False
+        try:
+            is_kept = is_whole and row.error is None and self._prefixes.keep(row)
+        finally:
+            if row.target_row is not None and not is_kept:
+                self.target.free(row.target_row)
+            row.target_row = row.draft_cache = None
+            row.drop_pending()
+        if self.memory_limit is not None:
+            self._prefixes.shrink(self.memory_limit - self._reserved_bytes)
 
     # ---- looking inside ----------------------------------------------------------------------------------------------
     def stats(self) -> EngineStats:

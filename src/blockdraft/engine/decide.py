@@ -21,6 +21,14 @@ from blockdraft.engine.row import RunningRow
 __all__ = ["Decide", "Decision", "decide"]
 
 _BROKEN = -1  # in the place of an id: the target's logits hold NaN there. No proposal equals it.
+_NAN_ADVICE = (
+    "so that it has no next token: in float16 large numbers overflow, use bfloat16 or float32; otherwise its weights "
+    "are damaged"
+)
+_NAN_DRAFT = (
+    "the draft's probabilities hold NaN, so that its proposals cannot be judged: use bfloat16 or float32, or plain "
+    "decoding (speculate false)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +59,15 @@ def decide(
     for row, proposal, ids_G, simple, logits_TV in zip(rows, proposals, ids, is_simple, logits, strict=True):
         if simple:
             num_accepted, next_id = accept_greedy(ids_G, next(host))
+        elif _is_nan(proposal):
+            decisions.append(Decision([], 0, _NAN_DRAFT))
+            continue
         else:
             num_accepted, next_id = _by_law(row, proposal, ids_G, logits_TV)
         accepted = ids_G[:num_accepted]
         if next_id == _BROKEN:
-            decisions.append(Decision(accepted, num_accepted, _why_broken(len(row.ids) + num_accepted)))
+            error = f"the target's logits hold NaN after {len(row.ids) + num_accepted} tokens, {_NAN_ADVICE}"
+            decisions.append(Decision(accepted, num_accepted, error))
         else:
             decisions.append(Decision([*accepted, next_id], num_accepted))
     return decisions
@@ -104,16 +116,17 @@ def _by_law(row: RunningRow, proposal: Proposal | None, ids_G: list[int], logits
     return (num_accepted, next_id) if num_accepted < num_sound else (num_sound, _BROKEN)
 
 
+def _is_nan(proposal: Proposal | None) -> bool:
+    """Whether the law that proposals were drawn from holds NaN, so that nothing can be said of them."""
+    law = None if proposal is None else proposal.q
+    if law is None:
+        return False
+    return bool((law.probs_GM if isinstance(law, CandidateLists) else law.probs_GV).isnan().any())
+
+
 def _law(proposal: Proposal | None) -> OneHot | Sparse | Dense:
     """What the proposals were drawn from, as acceptance knows it."""
     law = None if proposal is None else proposal.q
     if law is None:
         return OneHot()
     return Sparse(law.ids_GM, law.probs_GM) if isinstance(law, CandidateLists) else Dense(law.probs_GV)
-
-
-def _why_broken(num_tokens: int) -> str:
-    return (
-        f"the target's logits hold NaN after {num_tokens} tokens, so that it has no next token: in float16 large "
-        "numbers overflow, use bfloat16 or float32; otherwise its weights are damaged"
-    )
