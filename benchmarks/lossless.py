@@ -12,74 +12,33 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks import common, session
 from blockdraft.errors import ConfigError
+from blockdraft.verify.greedy import Verdict, compared, first_divergence
+from blockdraft.verify.reference import Reference, float64_model
+
+__all__ = ["TIE_MARGIN", "compare", "first_divergence", "float64_model", "judge", "main", "report"]
 
 SETS = {"gsm8k": 50, "mtbench": 30}
 TIE_MARGIN = 1e-4  # logits
 
 
-# ---- the judge -----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What float64 says of two next tokens: the gap of its top two, and whether the two tokens are those."""
-
-    margin: float
-    are_top_two: bool
-
-    @property
-    def is_tie(self) -> bool:
-        return self.are_top_two and self.margin < TIE_MARGIN
-
-
-def judge(model: Any, prefix: Sequence[int], first: int, second: int) -> Verdict:
-    """The verdict of a transformers model (float64, no code of ours) on two tokens after `prefix`.
-
-    Weights and products are float64; norms and rotary angles stay float32 inside transformers, about 1e-5 in a logit.
-    """
-    import torch
-
-    with torch.inference_mode():
-        logits_V = model(torch.tensor([list(prefix)]), use_cache=False).logits[0, -1].double()
-    top = logits_V.topk(2)
-    margin = float(top.values[0] - top.values[1])
-    return Verdict(margin, {first, second} == set(top.indices.tolist()))
-
-
-def float64_model(folder: Path) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    loader: Any = AutoModelForCausalLM
-    return loader.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
-
-
 # ---- comparing -----------------------------------------------------------------------------------------------------
-def first_divergence(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """Index of the first token that differs; the shorter length if one text goes on where the other ends."""
-    for index, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return index
-    return None if len(first) == len(second) else min(len(first), len(second))
+def judge(model: Any, prefix: Sequence[int], first: int, second: int) -> Verdict:
+    """The verdict of a transformers model (float64, no code of ours) on two tokens after `prefix`."""
+    return Verdict.of(Reference(model).logits(prefix)[-1], first, second)
 
 
 def compare(plain: dict[str, Any], other: dict[str, Any], model: Callable[[], Any]) -> dict[str, Any]:
     """Outcome "identical", "tie" or "failure" of one prompt, and the tokens that were compared."""
-    a, b = plain["ids"], other["ids"]
-    at = first_divergence(a, b)
-    if at is None:
-        outcome = "identical" if plain["finish"] == other["finish"] else "failure"
-        return {"prompt": other["prompt"], "outcome": outcome, "num_compared": len(a)}
-    found = {"prompt": other["prompt"], "outcome": "failure", "num_compared": at + 1, "position": at}
-    if at < min(len(a), len(b)):
-        verdict = judge(model(), [*plain["prompt_ids"], *a[:at]], a[at], b[at])
-        found |= {"margin": verdict.margin, "are_top_two": verdict.are_top_two}
-        found["outcome"] = "tie" if verdict.is_tie else "failure"
-    return found
+    outcome, found = compared(
+        plain["prompt_ids"], plain["ids"], other["ids"], lambda ids: Reference(model()).logits(ids), TIE_MARGIN
+    )
+    if outcome == "identical" and plain["finish"] != other["finish"]:
+        outcome = "failure"
+    return {"prompt": other["prompt"], "outcome": outcome, **found}
 
 
 def report(
