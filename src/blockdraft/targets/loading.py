@@ -28,8 +28,9 @@ from .quantised import (
     bitsandbytes_config,
     check_dtype,
     check_independence,
-    check_packages,
+    check_method,
     method_of,
+    run_once,
     settle_dense_,
 )
 from .stored import StoredTarget, find_target, silenced
@@ -98,7 +99,7 @@ def load_model(
     checked_taps(tap_layer_ids, facts.num_layers)
     method = method_of(stored.config)
     if method is not None:
-        check_packages(method, stored.name)
+        check_method(method, stored.name)
     settings: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     if quantize is not None:
         if method is not None or stored.is_gguf:
@@ -106,7 +107,7 @@ def load_model(
                 f"quantize={quantize!r} was asked for, and target {stored.name} is quantised already"
                 f" ({method or 'GGUF'}): leave it out"
             )
-        check_packages("bitsandbytes", stored.name)
+        check_method("bitsandbytes", stored.name)
         settings["quantization_config"] = bitsandbytes_config(quantize, dtype or _stored_dtype(stored.config))
     if (method is not None or quantize is not None) and device_map is None:
         settings["device_map"] = {"": str(place)}  # quantised layers are made where they stay
@@ -135,13 +136,11 @@ def load_model(
     if device_map is None and method_of(model.config) is None:
         model.to(place)
     _check_embedding(model, stored.name)
+    model.eval().requires_grad_(False)
     if method_of(model.config) is not None:
         check_dtype(model, dtype, stored.name)
-    model.requires_grad_(False)
-    if method == "compressed-tensors":  # it unpacks when the whole model runs first; here parts run alone
-        with torch.no_grad(), silenced():
-            ids_11 = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
-            model(input_ids=ids_11, use_cache=False)
+        with silenced():
+            run_once(model, stored.name)
     return model
 
 

@@ -21,11 +21,11 @@ __all__ = ["cache_word", "declared_facts", "decoder_of", "end_ids_of", "facts_of
 
 def declared_facts(config: Any) -> TargetFacts:
     """Facts of a configuration. Raises PairError, naming the family, when its state is known to be out of reach."""
+    # Before anything is read of it: purely recurrent families declare no maximum length, for one.
+    model_type = config.get_text_config(decoder=True).model_type
+    if model_type in REFUSED_RECURRENT_MODEL_TYPES:
+        raise PairError(refusal(model_type, "recurrent state that is out of reach or lost between forwards"))
     raw = _filled(config)
-    # Purely recurrent families declare no maximum length: they are refused for what they are, not for that.
-    facts = TargetFacts.from_config({"max_position_embeddings": 1, **raw})
-    if facts.model_type in REFUSED_RECURRENT_MODEL_TYPES:
-        raise PairError(refusal(facts.model_type, "recurrent state that is out of reach or lost between forwards"))
     facts = TargetFacts.from_config(raw)
     # The class of a text part fills in an end of its own where the file leaves it to the whole model.
     ends = (*facts.eos_token_ids, *token_ids("eos_token_id", raw.get("eos_token_id")))
@@ -37,7 +37,10 @@ def _filled(config: Any) -> dict[str, Any]:
     raw: dict[str, Any] = config.to_dict()
     text = config.get_text_config(decoder=True)
     known = {"num_hidden_layers": text.num_hidden_layers} if hasattr(text, "num_hidden_layers") else {}
-    return {**known, **raw} if text is config else raw
+    if text is config:
+        return {**known, **raw}
+    inner = {key: {**known, **value} for key, value in raw.items() if getattr(config, key, None) is text}
+    return {**raw, **inner}
 
 
 def facts_of(model: Any) -> TargetFacts:

@@ -25,9 +25,10 @@ __all__ = [
     "bitsandbytes_config",
     "check_dtype",
     "check_independence",
-    "check_packages",
+    "check_method",
     "is_dense",
     "method_of",
+    "run_once",
     "settle_dense_",
 ]
 
@@ -62,8 +63,17 @@ def method_of(config: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def check_packages(method: str, name: str) -> None:
-    """Raise UnavailableError where the package that reads this method's weights is not installed."""
+def check_method(method: str, name: str) -> None:
+    """Raise CheckpointError for a method that transformers does not know: it would leave the weights as they are.
+
+    Raise UnavailableError where the package that reads this method's weights is not installed.
+    """
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    if not {method, f"{method}_4bit"} & set(AUTO_QUANTIZER_MAPPING):
+        raise CheckpointError(
+            f"target {name} is quantised by {method!r}, which transformers does not read: take another checkpoint of it"
+        )
     module, package = _NEEDED.get(method, ("", ""))
     if module and not _is_there(module):
         raise UnavailableError(
@@ -113,6 +123,23 @@ def check_dtype(model: Any, asked: torch.dtype | None, name: str) -> None:
             f"target {name} was asked for in {_word(asked)}, and a {method_of(model.config)} checkpoint stays in the"
             f" {_word(stored)} that it was written in: ask for {_word(stored)}, or for what is stored (dtype auto)"
         )
+
+
+def run_once(model: Any, name: str) -> None:
+    """Run a quantised model once, whole: a method may unpack its weights then, and parts are run alone later.
+
+    Raises CheckpointError where its layers cannot run on this device, or in these sizes.
+    """
+    ids_11 = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    try:
+        with torch.no_grad():
+            model(input_ids=ids_11, use_cache=False)
+    except Exception as error:  # kernels raise anything, assertions included
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise CheckpointError(
+            f"target {name} is quantised by {method_of(model.config)}, whose layers cannot run it here ({reason}): try"
+            " another device, or a checkpoint of another method"
+        ) from error
 
 
 def check_independence(target: Target, model: Any, name: str) -> None:
