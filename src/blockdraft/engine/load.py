@@ -20,6 +20,7 @@ from blockdraft.draft import DraftModel
 from blockdraft.engine.core import Engine
 from blockdraft.engine.fit import check_fit
 from blockdraft.engine.tap_stream import choose_stream, settle_stream
+from blockdraft.engine.tune import adaptive_width
 from blockdraft.errors import BlockdraftError, PairError, RequestError, UnavailableError
 from blockdraft.formats import read as read_checkpoint
 from blockdraft.formats.source import locate
@@ -64,6 +65,7 @@ def load(
     allow_mask_is_eos: bool = False,
     block_size: int | None = None,
     tap_stream: TapStream | Literal["auto"] | None = None,
+    width: Literal["adaptive"] | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Engine:
     """An engine for a pair; without names, for the built-in one.
@@ -77,7 +79,13 @@ def load(
     `memory_limit` and `prefix_cache_bytes` are the engine's. `block_size` is for a draft whose files state none.
     `tap_stream`: which stream of a target with two (Kimi K3) the draft reads; None is what its config says, or what is
     known of the checkpoint; "auto" measures both on a short probe and leaves the outcome in the engine's `tap_choice`.
+    `width` "adaptive" chooses the width of every step, plain decoding included, for the most tokens per second (the
+    costs of steps are measured once, for a few seconds); None is the trained one. What a request names goes before it.
     """
+    if width not in (None, "adaptive"):
+        raise RequestError(f'width is {width!r}; "adaptive" or None here, and a number in a request')
+    if width is not None and speculation == "off":
+        raise RequestError(f"width is {width!r} and speculation is off; drop one of the two")
     if speculation not in ("required", "optional", "off"):
         raise RequestError(f'speculation is {speculation!r}; allowed are "required", "optional" and "off"')
     for word, given in (("dtype", dtype), ("draft_dtype", dtype if draft_dtype is None else draft_dtype)):
@@ -136,6 +144,15 @@ def load(
         allow_mask_is_eos=allow_mask_is_eos,
     )
     engine.tap_choice = choice
+    if width == "adaptive" and model is not None:
+        engine.width_policy = adaptive_width(
+            loaded,
+            model,
+            target_folder=stored.path,
+            draft_folder=builtin_draft() if draft is None else locate(draft, what="draft"),
+            max_rows=max_rows,
+            options={"quantize": quantize, "device_map": device_map},
+        )
     return engine
 
 

@@ -145,13 +145,9 @@ def _cache(row: RunningRow) -> DraftCache:
 def _propose(
     rows: Sequence[RunningRow], widths: Sequence[int], target: Target, draft: DraftModel | None
 ) -> list[Proposal | None]:
-    """A proposal for every row of width above 1; rows of equal width go through the draft together."""
+    """A proposal for every row of width above 1."""
     proposals: list[Proposal | None] = [None] * len(rows)
-    by_width: dict[int, list[int]] = defaultdict(list)
-    for index, width in enumerate(widths):
-        if width > 1:
-            by_width[width].append(index)
-    for width, indices in by_width.items():
+    for width, indices in _passes(rows, widths, draft):
         assert draft is not None
         anchors = [rows[i].anchor_id for i in indices]
         caches = [_cache(rows[i]) for i in indices]
@@ -162,13 +158,14 @@ def _propose(
         else:
             rows_BLD = draft(noise_BLD, caches, anchors)
             hidden_BLD = draft.head_rows(rows_BLD, anchors)
-        logits_BGV = _head_logits(hidden_BLD if from_anchor else hidden_BLD[:, 1:], target, draft)
-        for at, i in enumerate(indices):
+        counts = [widths[i] - 1 for i in indices]
+        logits = _head_logits(hidden_BLD if from_anchor else hidden_BLD[:, 1:], counts, target, draft)
+        for at, (i, count, logits_GV) in enumerate(zip(indices, counts, logits, strict=True)):
             row = rows[i]
             proposals[i] = draft.propose(
-                rows_BLD[at],
+                rows_BLD[at, : count if from_anchor else count + 1],
                 row.anchor_id,
-                logits_BGV[at],
+                logits_GV,
                 row.request.sampling.temperature,
                 row.draft_generator,
                 exclude_ids=(draft.config.mask_token_id,),
@@ -178,11 +175,35 @@ def _propose(
     return proposals
 
 
-def _head_logits(hidden_BGD: Tensor, target: Target, draft: DraftModel) -> Tensor:
-    """[B, G, V] of the draft's own head if it has one, else of the target's."""
+def _passes(rows: Sequence[RunningRow], widths: Sequence[int], draft: DraftModel | None) -> list[tuple[int, list[int]]]:
+    """(width of the pass, rows) of the draft's passes.
+
+    Rows of a fixed width share a pass with their equals: what they propose depends on nothing but them. All others
+    share one, as wide as the widest of them; a pass costs more than a few positions that nobody reads.
+    """
+    by_width: dict[int, list[int]] = defaultdict(list)
+    widest = max((w for row, w in zip(rows, widths, strict=True) if not row.has_fixed_width), default=1)
+    for index, (row, width) in enumerate(zip(rows, widths, strict=True)):
+        if width > 1:
+            assert draft is not None
+            may_share = not row.has_fixed_width and row.num_fed + widest <= draft.max_length
+            by_width[widest if may_share else width].append(index)
+    return list(by_width.items())
+
+
+def _head_logits(hidden_BGD: Tensor, counts: Sequence[int], target: Target, draft: DraftModel) -> Sequence[Tensor]:
+    """One [count, V] per row, of its first rows: of the draft's own head if it has one, else of the target's."""
+    if min(counts) == hidden_BGD.shape[1]:
+        return list(_head(hidden_BGD, target, draft))
+    hidden_KD = torch.cat([hidden_GD[:count] for hidden_GD, count in zip(hidden_BGD, counts, strict=True)])
+    return _head(hidden_KD, target, draft).split(list(counts))
+
+
+def _head(hidden: Tensor, target: Target, draft: DraftModel) -> Tensor:
+    """[..., V] of [..., D]."""
     if draft.own_head is not None:
-        return F.linear(hidden_BGD, draft.own_head)
-    return target.logits(hidden_BGD.to(target.dtype))
+        return F.linear(hidden, draft.own_head)
+    return target.logits(hidden.to(target.dtype))
 
 
 def _candidate_logits(hidden_GD: Tensor, ids_GM: Tensor, *, target: Target, draft: DraftModel) -> Tensor:
