@@ -32,8 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-rows", type=int, default=16, help="rows of an engine step")
 
 
-def load_target_for(options: argparse.Namespace, taps: Sequence[int]) -> tuple[Target, Tokenizer]:
-    """The options' target, tapped at these layers, and its tokenizer."""
+def load_target_for(options: argparse.Namespace, config: DraftConfig) -> tuple[Target, Tokenizer]:
+    """The options' target with the taps that a draft reads, and its tokenizer."""
     import torch
 
     from blockdraft.engine.load import DTYPES
@@ -42,7 +42,13 @@ def load_target_for(options: argparse.Namespace, taps: Sequence[int]) -> tuple[T
 
     torch.set_num_threads(options.threads)
     folder = session.target_folder(options)
-    target = load_target(folder, tap_layer_ids=tuple(taps), dtype=DTYPES[options.dtype], device=options.device)
+    target = load_target(
+        folder,
+        tap_layer_ids=config.target_layer_ids,
+        dtype=DTYPES[options.dtype],
+        device=options.device,
+        tap_stream=config.tap_stream or "prefix",
+    )
     return target, load_tokenizer(folder)
 
 

@@ -141,14 +141,14 @@ def measure(options: argparse.Namespace, points: Sequence[Point]) -> int:
     settings |= {"width": options.width}
     path = options.work / f"scaling.{options.dtype}.w{options.width}.jsonl"
     work = common.Work.open(path, settings, session.run_facts(options))
-    targets: dict[tuple[int, ...], Any] = {}
+    targets: dict[Any, Any] = {}
     entries = []
     for point in points:
         config, tensors = _weights(point)
         if any((prompt.id, point.label) not in work.records for prompt in everything):
-            taps = config.target_layer_ids
+            taps = config.target_layer_ids, config.tap_stream
             if taps not in targets:
-                targets[taps] = evaluated.load_target_for(options, taps)
+                targets[taps] = evaluated.load_target_for(options, config)
             evaluated.evaluate(options, work, point.label, everything, *targets[taps], config, tensors)
         entries.append(_entry(options, work, point, prompts, config))
     result = {

@@ -30,7 +30,7 @@ def main() -> int:
     path = options.work / f"where.{settings['draft']['sha256']}.{options.dtype}.w{options.width}.jsonl"
     work = common.Work.open(path, settings, session.run_facts(options))
     if any((prompt.id, MODE) not in work.records for prompt in everything):
-        target, tokenizer = evaluated.load_target_for(options, checkpoint.config.target_layer_ids)
+        target, tokenizer = evaluated.load_target_for(options, checkpoint.config)
         evaluated.evaluate(options, work, MODE, everything, target, tokenizer, checkpoint.config, checkpoint.tensors)
     sets = {}
     for name, members in prompts.items():

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["find_gguf", "open_gguf", "scalars", "tensor_of", "value_of", "write_gguf"]
 
 SUFFIX = ".gguf"
+_PROJECTOR = "mmproj"  # the vision part of a model, a file of its own beside it
 TOKENIZER = "tokenizer."
 _TOKENS = "tokenizer.ggml.tokens"
 
@@ -28,7 +29,7 @@ def find_gguf(source: Path | str) -> Path | None:
         return path
     if not path.is_dir() or (path / "config.json").exists():
         return None
-    files = sorted(path.glob(f"*{SUFFIX}"))
+    files = sorted(file for file in path.glob(f"*{SUFFIX}") if _PROJECTOR not in file.name.lower())
     if len(files) > 1:
         raise CheckpointError(f"{path} holds {len(files)} GGUF files, {files[0].name} is the first: name one of them")
     return files[0] if files else None

@@ -93,6 +93,19 @@ def _canonical_name(name: str) -> str:
 
 
 # ---- the target's own file -------------------------------------------------------------------------------------------
+# Architectures of llama.cpp that transformers reads under another name.
+_MODEL_TYPES = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gpt-oss": "gpt_oss",
+    "minimax-m2": "minimax_m2",
+    "qwen2moe": "qwen2_moe",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
+    "qwen3moe": "qwen3_moe",
+}
+
+
 def target_facts(path: Path | str) -> TargetFacts:
     """What a target's GGUF says of it. Raises ConfigError for a draft, CheckpointError for no GGUF."""
     return _facts(files.open_gguf(Path(path)), Path(path))
@@ -107,7 +120,7 @@ def _facts(reader: Any, path: Path) -> TargetFacts:
     eos = keys.get("tokenizer.ggml.eos_token_id")
     layers = requires(keys, f"{model}.block_count", f"{path.name} must be the GGUF of a target")
     return TargetFacts(
-        model_type=str(model),
+        model_type=_MODEL_TYPES.get(str(model), str(model)),
         vocab_size=tokens,
         hidden_size=requires(keys, f"{model}.embedding_length", f"{path.name} must be the GGUF of a target"),
         num_layers=layers - keys.get(f"{model}.nextn_predict_layers", 0),

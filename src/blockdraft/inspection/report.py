@@ -13,6 +13,7 @@ from typing import Any
 
 from blockdraft.config import DraftConfig, MlaConfig
 from blockdraft.formats import Layout, find_dialect, zlab
+from blockdraft.formats.known_streams import KnownStream, known_stream
 from blockdraft.inspection.costs import count_parameters, file_sizes, step_cost
 from blockdraft.inspection.engines import Facts, examine_engines
 from blockdraft.inspection.pair import examine_pair, read_target_facts
@@ -43,6 +44,10 @@ def inspect_checkpoint(
     weights = _weights(layout, config, place) if place is not None else None
     own = weights["own"] if weights is not None else []
     facts = Facts(config=config, dialect=layout.name, raw=raw, own=own, target=target)
+    known = None
+    if config.tap_stream is None and facts.is_kimi_k3:
+        known = (known_stream(name) if name else None) or known_stream(draft_path)
+    paired = config if known is None or known.is_inferred else dataclasses.replace(config, tap_stream=known.stream)
     return {
         "schema": SCHEMA,
         "draft": name or str(draft_path),
@@ -52,7 +57,7 @@ def inspect_checkpoint(
         "shape": _shape(config),
         "layers": [{"window": layer.window, "is_causal": layer.is_causal} for layer in config.layers],
         "rope": {"theta": config.rope.theta, "rope_type": config.rope.kind, **config.rope.numbers},
-        "conventions": _conventions(facts),
+        "conventions": _conventions(facts, known),
         "parameters": count_parameters(config, own),
         "num_tensors": len({*zlab.expected_tensors(config), *own}),
         "weights": weights,
@@ -60,7 +65,7 @@ def inspect_checkpoint(
         "cost": step_cost(config),
         "engines": examine_engines(facts),
         "target": None if target_path is None else target_name or str(target_path),
-        "pair": None if target is None else examine_pair(config, target, own, allow_mask_is_eos=allow_mask_is_eos),
+        "pair": None if target is None else examine_pair(paired, target, own, allow_mask_is_eos=allow_mask_is_eos),
     }
 
 
@@ -98,7 +103,7 @@ def _shape(config: DraftConfig) -> dict[str, Any]:
     }
 
 
-def _conventions(facts: Facts) -> dict[str, Any]:
+def _conventions(facts: Facts, known: KnownStream | None) -> dict[str, Any]:
     """What files leave to convention, said outright; and which of it this file says itself."""
     config = facts.config
     given = {**facts.raw, **(facts.raw.get("dflash_config") or {})}
@@ -109,6 +114,7 @@ def _conventions(facts: Facts) -> dict[str, Any]:
         "is_causality_declared": _is_causality_declared(facts, given),
         "has_target_two_streams": facts.is_kimi_k3,
         "is_tap_stream_declared": given.get("aux_hidden_stream") is not None,
+        "known_tap_stream": None if known is None else dataclasses.asdict(known),
     }
 
 

@@ -83,8 +83,13 @@ def _taps_text(report: Mapping[str, Any]) -> str:
     if shape["tap_stream"] == "attn_res":
         return f"{norms}, of the attention-residual stream"
     conventions = report["conventions"]
-    is_open = conventions["has_target_two_streams"] and not conventions["is_tap_stream_declared"]
-    return norms + ("; stream not declared: name it with --tap-stream" if is_open else "")
+    if not conventions["has_target_two_streams"] or conventions["is_tap_stream_declared"]:
+        return norms
+    known = conventions["known_tap_stream"]
+    if known is not None and not known["is_inferred"]:
+        return f"{norms}; stream {known['stream']}, not declared but known: {known['ground']}"
+    likely = "" if known is None else f" (likely {known['stream']}: {known['ground']})"
+    return f"{norms}; stream not declared{likely}: name it with --tap-stream"
 
 
 def _layers(report: Mapping[str, Any]) -> Iterator[_Line]:
