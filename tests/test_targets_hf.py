@@ -464,20 +464,24 @@ class RowsInAnyOrder(RuleBasedStateMachine):
         length = data.draw(st.integers(0, len(ids))) if self.target.can_truncate else len(ids)
         self.rows.append((self.target.copy(row, length), ids[:length], 0))
 
-    @rule(data=st.data(), count=st.integers(1, 14), is_prefill=st.booleans())
+    @rule(data=st.data(), is_prefill=st.booleans())
     @precondition(lambda self: self.rows)
-    def forward(self, data: st.DataObject, count: int, is_prefill: bool) -> None:
-        index = data.draw(st.integers(0, len(self.rows) - 1))
-        row, ids, _ = self.rows[index]
-        if len(ids) + count > 120:
+    def forward(self, data: st.DataObject, is_prefill: bool) -> None:
+        """One row or several, each with as many ids as it likes."""
+        indices = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=1, unique=True))
+        counts = [data.draw(st.integers(1, 14)) for _ in indices]
+        if any(len(self.rows[index][1]) + count > 120 for index, count in zip(indices, counts, strict=True)):
             return
-        new = random_ids(count, data.draw(st.integers(0, 5)))
-        (scored,) = self.target.forward([new], [row], num_logits=0 if is_prefill else None)
-        ids = ids + new.tolist()
-        logits_TV, taps_TNE = fresh(self.target, torch.tensor(ids))
-        same(scored.logits_TV, logits_TV[len(ids) :] if is_prefill else logits_TV[-count:])
-        same(scored.taps_TNE, taps_TNE[-count:])
-        self.rows[index] = (row, ids, count)
+        blocks = [random_ids(count, data.draw(st.integers(0, 5))) for count in counts]
+        rows = [self.rows[index][0] for index in indices]
+        scored = self.target.forward(blocks, rows, num_logits=0 if is_prefill else None)
+        for index, new, one in zip(indices, blocks, scored, strict=True):
+            row, ids, _ = self.rows[index]
+            ids = ids + new.tolist()
+            logits_TV, taps_TNE = fresh(self.target, torch.tensor(ids))
+            same(one.logits_TV, logits_TV[len(ids) :] if is_prefill else logits_TV[-len(new) :])
+            same(one.taps_TNE, taps_TNE[-len(new) :])
+            self.rows[index] = (row, ids, len(new))
 
     @rule(data=st.data())
     @precondition(lambda self: self.rows)
@@ -501,7 +505,7 @@ class SlidingRowsInAnyOrder(RowsInAnyOrder):
 
 
 _machine: Callable[..., Any] = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=15, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestRows = RowsInAnyOrder.TestCase
 TestRows.settings = _machine

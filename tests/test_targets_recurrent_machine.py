@@ -22,13 +22,15 @@ from tiny_targets import random_ids
 
 LIMIT = 1e-5
 MAX_ROWS, MAX_POSITIONS = 3, 100
-FAMILIES = ("qwen3_next", "kimi_linear", "falcon_h1", "lfm2", "kimi_k3")
+FAMILIES = ("qwen3_next", "kimi_linear", "qwen4_exp_text", "falcon_h1", "lfm2", "kimi_k3")
 Held = tuple[Any, list[int], int]  # row, ids it holds, how many of them came with its last forward
 
 
 @cache
 def target_of(family: str) -> Any:
-    return tiny_target((1, 3), stream="attn_res") if family == "kimi_k3" else HFTarget(tiny_hybrid(family), (1, 3))
+    if family == "kimi_k3":
+        return tiny_target((1, 3), stream="attn_res")
+    return HFTarget(tiny_hybrid(family), () if family == "qwen4_exp_text" else (1, 3))
 
 
 def states_of(row: Any) -> list[Tensor]:
@@ -76,12 +78,12 @@ class Rows(RuleBasedStateMachine):
         self.target.free(row)
         assert row.num_bytes == 0
 
-    @rule(data=st.data(), count=st.integers(2, 9))
+    @rule(data=st.data(), counts=st.lists(st.integers(1, 9), min_size=MAX_ROWS, max_size=MAX_ROWS))
     @precondition(lambda self: self.held)
-    def block(self, data: st.DataObject, count: int) -> None:
-        """A block for some of the rows; how much of it stays is left to what comes."""
+    def block(self, data: st.DataObject, counts: list[int]) -> None:
+        """Blocks for some of the rows, of equal or unequal width; how much of them stays is left to what comes."""
         indices = data.draw(st.lists(st.integers(0, len(self.held) - 1), min_size=1, unique=True))
-        self.feed(indices, [self.draw_ids(data, count) for _ in indices])
+        self.feed(indices, [self.draw_ids(data, counts[index]) for index in indices])
 
     @rule(data=st.data())
     @precondition(lambda self: self.held)
@@ -129,7 +131,8 @@ class Rows(RuleBasedStateMachine):
             expected = self.fresh(ids)
             if num_logits is None:
                 assert relative(one.logits_TV, expected.logits_TV[-len(new) :]) <= LIMIT
-            assert relative(one.taps_TNE, expected.taps_TNE[-len(new) :]) <= LIMIT
+            if self.target.tap_layer_ids:
+                assert relative(one.taps_TNE, expected.taps_TNE[-len(new) :]) <= LIMIT
 
     def fresh(self, ids: list[int]) -> Scored:
         row = self.target.new_row()
@@ -147,7 +150,7 @@ def try_it(family: str) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=8,
+            max_examples=6,
             stateful_step_count=12,
             deadline=None,
             derandomize=True,

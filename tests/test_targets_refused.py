@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from blockdraft.errors import BlockdraftError, PairError
 from blockdraft.targets import HFTarget, load_target
 from blockdraft.targets.hf_cache import RowCache
-from tiny_hybrids import BROKEN, tiny_hybrid
-from tiny_targets import tiny_config, tiny_model
+from tiny_hybrids import BROKEN, relative, rounds, tiny_hybrid
+from tiny_targets import random_ids, tiny_config, tiny_model
 
 _RWKV = {"attention_hidden_size": 32}
 
@@ -66,20 +66,80 @@ def test_a_model_that_takes_no_key_value_cache_is_refused(monkeypatch: pytest.Mo
         HFTarget(model)
 
 
-def test_a_cache_layer_of_an_unknown_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Compressed(DynamicLayer):
-        """A subclass may keep more than keys and values."""
+class Fading(DynamicLayer):
+    """A layer of a class of its own: beside keys and values it holds a number that every update changes."""
 
-    class Remembering(LinearAttentionLayer):
-        """And more than states."""
+    def __init__(self, **_kwargs: Any) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {"sum": None, "parts": []}
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        for position in range(value_states.shape[-2]):  # one after another, so that pieces do not matter
+            new = value_states[..., position, :].mean()
+            self.seen["sum"] = new if self.seen["sum"] is None else 0.9 * self.seen["sum"] + new
+            self.seen["parts"].append(self.seen["sum"].clone())
+        weights = torch.stack(self.seen["parts"])[:, None]
+        return keys, values * (1 + weights)
+
+
+@pytest.fixture
+def fading(monkeypatch: pytest.MonkeyPatch) -> Any:
+    kinds = DynamicCache.__init__.__globals__["DYNAMIC_LAYER_TYPE_MAPPING"]
+    monkeypatch.setitem(kinds, "full_attention", Fading)
+    return tiny_model("llama")
+
+
+def test_layers_of_an_unknown_class_are_copied_and_put_back(fading: Any, tmp_path: Path) -> None:
+    target = HFTarget(fading, (1, 3))
+    assert len(list(tmp_path.rglob("*.json"))) == 1  # it had to pass the self-test
+    assert not target.can_truncate and rounds(target, 30) < 1e-12
+    rows = [target.new_row(), target.new_row()]
+    target.forward([random_ids(9), random_ids(5)], rows)
+    target.rollback(rows, [4, 0])
+    rows.append(target.copy(rows[0]))
+    held, new = [random_ids(9)[:4], random_ids(0), random_ids(9)[:4]], [random_ids(3, n) for n in range(3)]
+    for before, more, found in zip(held, new, target.forward(new, rows), strict=True):
+        [expected] = target.forward([torch.cat([before, more])], [target.new_row()])
+        assert relative(found.logits_TV, expected.logits_TV[-3:]) < 1e-12
+    assert target.way is None  # each by itself
+    assert rows[0].num_bytes > rows[0].cache.num_bytes > 0  # type: ignore[attr-defined]
+    target.close()
+
+
+def test_layers_of_an_unknown_class_that_are_left_as_they_are_do_not_pass(
+    fading: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockdraft.targets.recurrent._WholeCopy.put_back", lambda _copy: None)
+    with pytest.raises(PairError, match=r"'llama'.*self-test"):
+        HFTarget(fading)
+
+
+def test_layers_of_an_unknown_class_whose_pieces_matter_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(DynamicLayer):
+        """Remembers how often it was called, wherever the cache is."""
+
+        calls = 0
+
+        def __init__(self, **_kwargs: Any) -> None:
+            super().__init__()
+
+        def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+            Counting.calls += 1
+            keys, values = super().update(key_states, value_states, *args, **kwargs)
+            return keys, values * (1 + 0.01 * Counting.calls)
 
     kinds = DynamicCache.__init__.__globals__["DYNAMIC_LAYER_TYPE_MAPPING"]
-    monkeypatch.setitem(kinds, "full_attention", Compressed)
-    with pytest.raises(PairError, match=r"'llama'.*Compressed"):
-        RowCache(tiny_config("llama"), "llama")
-    monkeypatch.setitem(kinds, "full_attention", Remembering)
-    with pytest.raises(PairError, match=r"'llama'.*Remembering"):
-        RowCache(tiny_config("llama"), "llama")
+    monkeypatch.setitem(kinds, "full_attention", Counting)
+    with pytest.raises(PairError, match=r"'llama'.*(fed in pieces|self-test)"):
+        HFTarget(tiny_model("llama"))
+
+
+def test_a_kind_of_layer_that_transformers_does_not_know_is_refused() -> None:
+    config = tiny_config("llama")
+    config.layer_types = ["full_attention", "remembering_attention"] * 2
+    with pytest.raises(PairError, match=r"'llama'.*unknown type 'remembering_attention'"):
+        RowCache(config, "llama")
 
 
 def test_state_outside_the_cache_is_refused_at_load() -> None:

@@ -23,7 +23,8 @@ LIMIT = 1e-5
 STREAMS = {"qwen4_exp_text"}  # nothing to tap
 LATENTS = {"deepseek_v3", "kimi_linear", "bailing_hybrid"}
 BY_NAME = {*SPARSE, "qwen4_exp_text", "glm5_next_text"}  # they look for the names of the backends that they know
-APART = {"inkling_text", "inkling2_text", "inkling2_loop_text"}  # distances of one row, made before the layers
+# Distances of one row, made before the layers; cache layers of a class of its own.
+APART = {"inkling_text", "inkling2_text", "inkling2_loop_text", "minimax_m3_vl_text"}
 FAMILIES = [*ATTENTION_ONLY, *SPARSE, *RECURRENT, *TRIED]
 _models: dict[str, Any] = {}
 

@@ -145,6 +145,15 @@ TRIED: dict[str, dict[str, Any]] = {
     "inkling_text": {**_INKLING, "n_shared_experts": 1, "layer_types": ["hybrid_sliding", "hybrid"] * 2},
     "inkling2_text": _INKLING,
     "inkling2_loop_text": _INKLING,
+    "minimax_m3_vl_text": {  # keys of blocks in a cache layer of its own class
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "lara_mini": {
         **_GDN,
         **_MOE,

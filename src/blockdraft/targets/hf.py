@@ -285,10 +285,12 @@ class HFTarget:
 
     def _found_way(self) -> Way | None:
         seen = self._watched()
-        if not seen.can_repeat or is_spread(self._model):  # indices of positions would lie on one device
+        cache = RowCache(self._config, self.facts.model_type)
+        if not seen.can_repeat or cache.others:
             return None
-        layers = RowCache(self._config, self.facts.model_type).layers
-        keeps_all = all(isinstance(x, WholeLayer) or not hasattr(x, "get_mask_sizes") for x in layers)
+        if is_spread(self._model):  # indices of positions would lie on one device
+            return None
+        keeps_all = all(isinstance(x, WholeLayer) or not hasattr(x, "get_mask_sizes") for x in cache.layers)
         for way in WAYS:
             # Only a backend of ours makes the masks of rows; without one they are plain causal ones.
             may_run = seen.are_apart and (keeps_all or can_part_rows(self._model))
@@ -327,7 +329,7 @@ class HFTarget:
             reason = " ".join(str(error).split())[:160]
             what = f"a cache of its own config that its forward cannot use ({reason})"
             raise PairError(refusal(self.facts.model_type, what)) from error
-        has_states = any(any(layer.has_previous_state.values()) for layer in cache.states)
+        has_states = bool(cache.others) or any(any(layer.has_previous_state.values()) for layer in cache.states)
         if cache.lengths != {1} and not (has_states and cache.lengths <= {1}):
             raise PairError(refusal(self.facts.model_type, "state outside its key/value cache"))
         cache.shorten(0)

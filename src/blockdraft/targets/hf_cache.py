@@ -2,21 +2,20 @@
 
 The dynamic layers of transformers concatenate on every step, which copies the whole context, and its sliding
 layers need a crop after every forward. The layers here take the same calls from the model code and work on
-buffers with spare room. Recurrent and convolution states are transformers' own; how they are taken back is in
-``recurrent.py``. Owns the choice of layers that can be rolled back exactly, and the refusal of all others. Must
-not know models, taps or requests.
+buffers with spare room. Recurrent and convolution states, and layers of a family's own class, are transformers' own;
+how they are taken back is in ``recurrent.py``. Owns the choice of layers. Must not know models, taps or requests.
 
 Shapes: S cached positions, T positions of one forward, K kv heads, A head width.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import (
-    CacheLayerMixin,
     DummyLayer,
     DynamicCache,
     DynamicIndexedLayer,
@@ -38,7 +37,9 @@ __all__ = [
     "StateAndWindowLayer",
     "WholeLayer",
     "WindowLayer",
+    "copied",
     "refusal",
+    "tensors_in",
 ]
 
 _MIN_SPARE = 64  # positions of spare room a new buffer has at least
@@ -220,7 +221,8 @@ class StateAndWindowLayer(LinearAttentionLayer, WindowLayer):  # type: ignore[mi
 class RowCache(DynamicCache):
     """The cache of one row, laid out as transformers lays it out for this configuration.
 
-    Raises PairError when any layer's state cannot be rolled back exactly.
+    Layers of classes that are not known here stay what they are; they can only be copied and put back whole.
+    Raises PairError for a kind of layer that transformers does not know.
     """
 
     def __init__(self, config: Any, model_type: str) -> None:
@@ -228,7 +230,7 @@ class RowCache(DynamicCache):
             super().__init__(config=config)
         except KeyError as error:
             raise PairError(refusal(model_type, f"a cache layer of the unknown type {error}")) from error
-        self.layers: list[Any] = [_own_layer(layer, model_type) for layer in self.layers]
+        self.layers: list[Any] = [_own_layer(layer) for layer in self.layers]
         self.inputs: dict[int, Tensor] | None = None  # where set, the inputs of each layer's first convolution go here
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
@@ -244,11 +246,17 @@ class RowCache(DynamicCache):
     @property
     def states(self) -> list[LinearAttentionLayer]:
         """The layers that hold recurrent or convolution states, in order."""
-        return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        return [layer for layer in self.layers if type(layer) in _STATE_LAYERS]
+
+    @property
+    def others(self) -> list[Any]:
+        """The layers of classes that are not known here."""
+        return [layer for layer in self.layers if type(layer) not in _OWN_LAYERS]
 
     @property
     def num_bytes(self) -> int:
         held = [x for layer in self.states for x in (*layer.conv_states.values(), *layer.recurrent_states.values())]
+        held += [x for layer in self.others for x in tensors_in(vars(layer))]
         return sum(layer.num_bytes for layer in self._attention) + sum(x.nbytes for x in held if x is not None)
 
     def shorten(self, length: int) -> None:
@@ -264,8 +272,10 @@ class RowCache(DynamicCache):
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             if isinstance(mine, WholeLayer | WindowLayer):
                 mine.take(theirs, length)
-            if isinstance(mine, LinearAttentionLayer):
+            if type(mine) in _STATE_LAYERS:
                 _take_states(mine, theirs)
+            if type(mine) not in _OWN_LAYERS:
+                vars(mine).update(copied(vars(theirs)))
 
     @property
     def drops_before(self) -> int | None:
@@ -275,7 +285,7 @@ class RowCache(DynamicCache):
 
     @property
     def _attention(self) -> list[Any]:
-        return [cast(Any, layer) for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+        return [layer for layer in self.layers if isinstance(layer, WholeLayer | WindowLayer)]
 
 
 def refusal(model_type: str, what: str) -> str:
@@ -285,21 +295,42 @@ def refusal(model_type: str, what: str) -> str:
     )
 
 
-def _own_layer(layer: Any, model_type: str) -> Any:
+def _own_layer(layer: Any) -> Any:
     # Exact types: a subclass may keep more state than keys and values.
     if type(layer) is DynamicLayer:
         return WholeLayer()
     if type(layer) is DynamicSlidingWindowLayer:
         return WindowLayer(layer.sliding_window)
-    if type(layer) in (DummyLayer, LinearAttentionLayer):
-        return layer
     if type(layer) is DynamicIndexedLayer:
         return IndexedLayer()
     if type(layer) is LinearAttentionAndFullAttentionLayer:
         return StateAndWholeLayer(layer.number_of_states)
     if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
         return StateAndWindowLayer(layer.sliding_window, layer.number_of_states)
-    raise PairError(refusal(model_type, f"layer state of the kind {type(layer).__name__}"))
+    return layer
+
+
+_STATE_LAYERS = (LinearAttentionLayer, StateAndWholeLayer, StateAndWindowLayer)
+_OWN_LAYERS = (*_STATE_LAYERS, DummyLayer, WholeLayer, WindowLayer, IndexedLayer)
+
+
+def copied(held: Any) -> Any:
+    """A copy of what a layer holds, which nobody else writes into."""
+    if isinstance(held, Tensor):
+        return held.clone()
+    if isinstance(held, dict):
+        return {key: copied(x) for key, x in held.items()}
+    if isinstance(held, list | tuple):
+        return type(held)(map(copied, held))
+    return deepcopy(held)
+
+
+def tensors_in(held: Any) -> list[Tensor]:
+    """Every tensor of what a layer holds."""
+    if isinstance(held, Tensor):
+        return [held]
+    parts = held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ()
+    return [x for part in parts for x in tensors_in(part)]
 
 
 def _take_states(mine: LinearAttentionLayer, theirs: LinearAttentionLayer) -> None:

@@ -4,7 +4,8 @@ Before a forward one copy is made of every state of the row. To keep the first p
 are put back and the modules that move the states run again, alone, on the kept part of what they were given: their
 inputs depend on kept positions only, so they need no other layer. Modules whose recurrence is understood
 (``delta_rule.py``) are not run again, only that recurrence is. A forward of very many positions keeps its ids instead
-of those inputs and is run again whole. Nothing is run before the row's next forward asks for it.
+of those inputs and is run again whole, and so is every forward of a model with cache layers of its own class, which are
+copied and put back as they are. Nothing is run before the row's next forward asks for it.
 Owns which modules move states, their inputs, and the copies. Must not know families, taps or requests.
 
 Shapes: T positions of one forward.
@@ -25,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import LinearAttentionLayer
 
 from .delta_rule import DeltaMixer
-from .hf_cache import STATE_FLAGS, STATES, RowCache
+from .hf_cache import STATE_FLAGS, STATES, RowCache, copied, tensors_in
 
 __all__ = ["Mixers", "Undo", "Watched", "watched"]
 
@@ -131,7 +132,8 @@ class Mixers:
     def __init__(self, model: nn.Module, run: Callable[[Tensor, RowCache], Any], cache: RowCache) -> None:
         self._run = run
         seen = watched(model, cache, run)
-        self.modules, self.can_repeat, self.seen = seen.movers, seen.can_repeat, seen
+        self.modules, self.seen = seen.movers, seen
+        self.can_repeat = seen.can_repeat and not cache.others
         self.deltas: dict[nn.Module, DeltaMixer] = {}
         self._handles = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in self.modules]
         if not self.can_repeat:
@@ -236,6 +238,10 @@ class _Copy:
         }
         return cls(layer, tensors, {name: dict(getattr(layer, name)) for name in STATE_FLAGS})
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors.values() if x is not None)
+
     def put_back(self) -> None:
         """The layer as it was. The copy stays as it is: mixers write into the states that they find."""
         for (name, index), state in self.tensors.items():
@@ -250,13 +256,33 @@ class _Copy:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _WholeCopy:
+    """All that a layer of a class that is not known here held before a forward."""
+
+    layer: Any
+    held: dict[str, Any]
+
+    @classmethod
+    def of(cls, layer: Any) -> _WholeCopy:
+        return cls(layer, copied(vars(layer)))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for x in tensors_in(self.held))
+
+    def put_back(self) -> None:
+        vars(self.layer).clear()
+        vars(self.layer).update(copied(self.held))
+
+
 class Undo:
     """What one row needs to take its last forward back, any number of times, to fewer and fewer positions."""
 
     def __init__(self, mixers: Mixers, cache: RowCache, length: int = 0) -> None:
         """Of a row whose cache holds ``length`` positions."""
         self._mixers, self._cache = mixers, cache
-        self._copies: list[_Copy] = []
+        self._copies: list[_Copy | _WholeCopy] = []
         self._ids_1T: Tensor | None = None
         self._start = self._end = length
         self._is_stale = False
@@ -270,8 +296,7 @@ class Undo:
     @property
     def num_bytes(self) -> int:
         """The copies and the recorded inputs."""
-        copies = [x for copy in self._copies for x in copy.tensors.values() if x is not None]
-        return sum(x.nbytes for x in copies) + sum(call.num_bytes for call in self._calls)
+        return sum(copy.num_bytes for copy in self._copies) + sum(call.num_bytes for call in self._calls)
 
     def begin(self, ids_1T: Tensor, *, is_replaced: bool = False) -> None:
         """Bring the states up to date and copy them: a forward of these ids follows.
@@ -279,7 +304,8 @@ class Undo:
         ``is_replaced``: a forward that gives the layers other tensors, so that holding on to these is enough.
         """
         self.settle()
-        copies = [_Copy.of(layer, is_replaced=is_replaced) for layer in self._cache.states]
+        copies: list[_Copy | _WholeCopy] = [_Copy.of(one, is_replaced=is_replaced) for one in self._cache.states]
+        copies += map(_WholeCopy.of, self._cache.others)
         self._copies, self._calls, self._ids_1T = copies, [], ids_1T
         self._start, self._end = self._end, self._end + ids_1T.shape[1]
 
