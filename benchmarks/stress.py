@@ -319,7 +319,7 @@ class Stress:
                 asked.remove(one)
                 self._judge(one.ticket)
                 num_done += 1
-                if num_done % max(1, self.num_requests // 40) == 0:
+                if num_done % max(5, self.num_requests // 40) == 0:
                     self._note_memory()
         return self._result(step)
 

@@ -345,6 +345,27 @@ def test_nan_where_no_text_comes_to_is_nobodys_fault(
     assert list(run_one(engine, prompt_ids=PROMPT, max_new_tokens=40, stop_ids=NO_STOP, **hot).token_ids) == text
 
 
+def test_a_draft_whose_law_is_nan_ends_the_request_that_asked_for_it(
+    model: Any, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = made(model)
+    real = engine.draft.propose
+
+    def propose(*args: Any, **options: Any) -> Any:
+        proposal = real(*args, **options)
+        if proposal.q is not None:
+            proposal.q.probs_GM[-1] = float("nan")
+        return proposal
+
+    monkeypatch.setattr(engine.draft, "propose", propose)
+    greedy = engine.submit(asked(count=20))
+    sampled = engine.submit(asked(count=20, sampling=SamplingParams(temperature=1.0), seed=1))
+    finish(engine)
+    assert ids_of(greedy) == text[:20]
+    assert sampled.completion.finish_reason == "error" and "draft's probabilities" in sampled.completion.error
+    assert len(ids_of(sampled)) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_best_ids_are_the_lowest_of_the_largest_and_nan_is_none(dtype: torch.dtype) -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 0.0, 3.0, 3.0], [0.0, float("nan"), 9.0, 0.0]], dtype=dtype)
