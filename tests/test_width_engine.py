@@ -18,6 +18,7 @@ from blockdraft.engine.costs import StepCosts
 from blockdraft.engine.tune import known_acceptance
 from blockdraft.errors import RequestError
 from engine_kit import draft_config, hf_target, plain_ids, random_draft, tiny_model
+from tiny_pair import run_cli
 
 
 class Scripted:
@@ -245,3 +246,15 @@ def test_load_with_an_adaptive_width(tiny_pair, tmp_path, monkeypatch):
         load(tiny_pair.draft, tiny_pair.target, width=5)
     with pytest.raises(RequestError, match="speculation is off"):
         load(None, tiny_pair.target, width="adaptive", speculation="off")
+
+
+def test_width_auto_on_the_command_line(tiny_pair, tmp_path, monkeypatch):
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost_probe, "LIMIT_S", 0.1)
+    words = ["generate", *tiny_pair.arguments, "--max-new-tokens", "24", "--json", "a block of proposals"]
+    plain, auto = run_cli(*words, "--width", "4"), run_cli(*words, "--width", "auto")
+    assert auto.code == plain.code == 0
+    assert auto.json_lines[0]["token_ids"] == plain.json_lines[0]["token_ids"]
+    assert "width auto: " in auto.err and "widths used " in auto.err
+    assert "give a number from 2 to the trained width, or auto" in run_cli(*words, "--width", "wide").refusal
+    assert "drop one of them" in run_cli("generate", "--no-draft", "--width", "auto", "hi").refusal

@@ -41,7 +41,14 @@ def generate(
     ] = False,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Plain first, then with the draft; same text?")] = False,
-    width: Annotated[int | None, typer.Option(help="Block width (anchor + proposals), 2 to the trained one.")] = None,
+    width: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|auto",
+            help="Block width (anchor + proposals): 2 to the trained one, which is the default, with the same steps at"
+            " every run; auto is the fastest at every moment, plain steps included (steps are timed once, for 3 s).",
+        ),
+    ] = None,
     block_size: Annotated[
         int | None, typer.Option(help="Rows of the draft's block, for a draft whose files do not say.")
     ] = None,
@@ -91,6 +98,7 @@ def generate(
     """Watch tokens arrive, coloured by how they were won."""
     from blockdraft.accept import SamplingParams
     from blockdraft.engine import Request
+    from blockdraft.engine.adaptive import AdaptiveWidth
 
     draft, prompt = _draft_and_prompt(words or [], target, no_draft, prompts)
     if compare and (no_draft or as_json):
@@ -99,6 +107,9 @@ def generate(
         raise RequestError("--logprobs is shown in JSON only; add --json")
     if raw and system is not None:
         raise RequestError("--raw has no chat template, so --system has no place; drop one of the two")
+    is_auto, fixed_width = _width(width)
+    if is_auto and no_draft:
+        raise RequestError("--width auto chooses among widths of a draft, and --no-draft takes none; drop one of them")
     sampling = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -117,9 +128,9 @@ def generate(
         "stop_strings": tuple(stop or ()),
         "seed": seed,
         "num_logprobs": logprobs,
-        "width": width,
+        "width": fixed_width,
         "min_confidence": min_confidence,
-        "speculate": False if no_draft else None if width is None and not min_confidence else True,
+        "speculate": False if no_draft else None if fixed_width is None and not min_confidence else True,
     }
     Request(prompt_ids=(0,), **settings)  # what is wrong with the options is said before anything is loaded
     asked = _read_prompts(prompt, prompts, system, raw)
@@ -137,6 +148,7 @@ def generate(
         allow_mask_is_eos=allow_mask_is_eos,
         block_size=block_size,
         tap_stream=tap_stream,
+        width="adaptive" if is_auto else None,
     )
     requests = [_request(engine, item, settings, may_shorten=max_new_tokens is None) for item in asked]
     for request in requests:
@@ -149,6 +161,8 @@ def generate(
     else:
         for number, request in enumerate(requests):
             watch(engine, request, explain=number == 0)
+    if isinstance(engine.width_policy, AdaptiveWidth):
+        note(f"width auto: {engine.width_policy.report()}")
 
 
 @dataclass(frozen=True)
@@ -245,6 +259,16 @@ def _biases(words: list[str]) -> dict[int, float]:
             raise RequestError(f"--logit-bias names id {token_id} twice; give one of the two")
         biases[token_id] = bias
     return biases
+
+
+def _width(words: str | None) -> tuple[bool, int | None]:
+    """(whether --width is auto, the number that it is otherwise)."""
+    if words is None or words == "auto":
+        return words is not None, None
+    try:
+        return False, int(words)
+    except ValueError:
+        raise RequestError(f"--width is {shown(words)}; give a number from 2 to the trained width, or auto") from None
 
 
 def _device_map(words: str | None) -> Any:

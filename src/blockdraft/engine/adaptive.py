@@ -96,6 +96,12 @@ class WidthReport:
     num_trials: int
     reason: str
 
+    def __str__(self) -> str:
+        """One line for people."""
+        total = max(sum(self.widths.values()), 1)
+        widths = ", ".join(f"{width}: {100 * count / total:.0f} %" for width, count in self.widths.items())
+        return f"{self.reason}; widths used {widths or 'none'}; {self.num_probes} probes, {self.num_audits} audits"
+
 
 class AdaptiveWidth:
     """Chooses widths by predicted tokens per second, and learns from every step.
