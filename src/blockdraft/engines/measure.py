@@ -35,7 +35,7 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """Tokens per step over all probes. `formula` names the definition, `num_steps` is None where nobody counts them."""
+    """Tokens per step over all probes. `formula` names the definition."""
 
     length: float
     formula: str

@@ -384,6 +384,7 @@ class _Maker:
             lines += [
                 f"step times: a roofline at {BANDWIDTH_SHARE:g} of the bandwidth and {FLOPS_SHARE:g} of the bf16 rate",
                 f"{LAYER_FLOOR_S * 1e6:g} us for each layer of a forward, {STEP_FLOOR_S * 1e6:g} us for each step",
+                "real steps are slower, 1.4 to 2.2 times where some were published; ratios hold better; see --costs",
             ]
             if target.num_experts:
                 lines.append("experts as if every position drew its own at random; real ones coincide more")

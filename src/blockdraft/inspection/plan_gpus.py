@@ -90,7 +90,7 @@ GPUS: Mapping[str, Gpu] = {
             memory_bytes=24_576 * _MIB,
             bandwidth_bytes_s=936 * _GB,
             bf16_flops=71e12,
-            source="NVIDIA GA102 white paper; memory as nvidia-smi shows it (club-3090 issue 294)",
+            source="NVIDIA GA102 white paper; memory as nvidia-smi shows it (noonghunna/club-3090 issue 294)",
         ),
         Gpu(
             name="RTX4090",
@@ -104,7 +104,7 @@ GPUS: Mapping[str, Gpu] = {
             memory_bytes=32_607 * _MIB,
             bandwidth_bytes_s=1792 * _GB,
             bf16_flops=209e12,
-            source="NVIDIA Blackwell RTX white paper; memory as nvidia-smi shows it (club-3090 issue 474)",
+            source="NVIDIA Blackwell RTX white paper; memory as nvidia-smi shows it (noonghunna/club-3090 issue 474)",
         ),
     )
 }
