@@ -87,11 +87,13 @@ def test_the_power_stated_is_the_power_there_is() -> None:
     sight = Sight(1500, 9)
     least = sight.least(1e-3, 0.9)
     assert least is not None and sight.power(least, 1e-3) == pytest.approx(0.9, abs=1e-6)
-    assert Sight(3, 9).least(1e-4, 0.9) is None and "too few" in Sight(3, 9).words(1e-4)
-    assert "of 0.05 with probability" in sight.words(1e-3)
+    assert Sight(3, 9).least(1e-4, 0.9) is None and "too few" in Sight(3, 9).words(None, 1e-4, 0.9)
+    assert "of 0.05 with probability" in sight.words(least, 1e-3, 0.9)
     mean = Sight(100, 1, 2.0, "the mean")
     z = stats.norm.isf(0.5e-3) + stats.norm.ppf(0.9)
-    assert mean.least(1e-3, 0.9) == pytest.approx(0.2 * z, rel=1e-4) and "the mean off by" in mean.words(1e-3)
+    assert mean.least(1e-3, 0.9) == pytest.approx(0.2 * z, rel=1e-4) and "the mean off by 0.9" in mean.words(
+        0.9, 1e-3, 0.9
+    )
     assert rate_seen(100) == pytest.approx(1 - 0.1**0.01) and rate_seen(0) == 1.0
 
 

@@ -60,15 +60,26 @@ def chi_square_quantile(tail: float, degrees: float) -> float:
 
 
 def shifted_chi_square_sf(x: float, degrees: float, shift: float) -> float:
-    """P(X >= x), X noncentral chi-square with noncentrality `shift`: a Poisson(shift/2) mixture of central ones."""
-    mean = 0.5 * shift
-    if mean == 0.0:
+    """P(X >= x), X noncentral chi-square with noncentrality `shift`: a Poisson(shift/2) mixture of central ones.
+
+    Each central tail follows from the one of two degrees less: Q(a + 1, y) = Q(a, y) + y^a e^-y / Gamma(a + 1).
+    """
+    mean, y = 0.5 * shift, 0.5 * x
+    if mean == 0.0 or x <= 0.0:
         return chi_square_sf(x, degrees)
     reach = 8.0 * math.sqrt(mean) + 20.0
+    first, last = max(0, math.floor(mean - reach)), math.ceil(mean + reach)
+    a = 0.5 * degrees + first
+    tail = chi_square_sf(x, 2.0 * a)
+    weight = math.exp(first * math.log(mean) - mean - math.lgamma(first + 1.0))
+    step = math.exp(a * math.log(y) - y - math.lgamma(a + 1.0))
     total = 0.0
-    for j in range(max(0, math.floor(mean - reach)), math.ceil(mean + reach) + 1):
-        weight = math.exp(j * math.log(mean) - mean - math.lgamma(j + 1.0))
-        total += weight * chi_square_sf(x, degrees + 2.0 * j)
+    for j in range(first, last + 1):
+        total += weight * tail
+        weight *= mean / (j + 1.0)
+        tail = min(1.0, tail + step)
+        a += 1.0
+        step *= y / a
     return min(1.0, total)
 
 
@@ -225,15 +236,14 @@ class Sight:
             if self.sd == 0.0:
                 return None
             low, high = high, 2.0 * high
-        for _ in range(40):
+        for _ in range(30):
             middle = 0.5 * (low + high)
             is_seen = shifted_chi_square_sf(edge, self.degrees, self._noncentrality(middle)) >= power
             low, high = (low, middle) if is_seen else (middle, high)
         return high
 
-    def words(self, alpha: float, power: float = 0.9) -> str:
-        """The sentence of the report, computed."""
-        least = self.least(alpha, power)
+    def words(self, least: float | None, alpha: float, power: float) -> str:
+        """The sentence of the report; `least` is what `least` gave for the same level and power."""
         if least is None:
             return f"too few draws ({self.num}) to see any deviation with probability {power:g}"
         if self.sd > 0.0:

@@ -64,9 +64,9 @@ def settled(trials: Sequence[Trial], alpha: float) -> list[Check]:
         figures: dict[str, Any] = {**trial.figures, "p_value": trial.p_value, "level": level}
         words = None
         if trial.sight is not None:
-            words = trial.sight.words(level, POWER)
-            figures["least_seen"] = trial.sight.least(level, POWER)
-            if trial.sight.degrees:
+            least = figures["least_seen"] = trial.sight.least(level, POWER)
+            words = trial.sight.words(least, level, POWER)
+            if trial.sight.sd == 0.0:
                 figures["power_at_variation_0.05"] = trial.sight.power(0.05, level)
         checks.append(
             Check(
