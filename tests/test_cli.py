@@ -372,6 +372,23 @@ OPTIONS = {
         "--check-only",
     ],
     "pull": ["--check"],
+    "verify": [
+        "--target",
+        "--url",
+        "--quick",
+        "--thorough",
+        "--seed",
+        "--no-reference",
+        "--out",
+        "--json",
+        "--block-size",
+        "--dtype",
+        "--device",
+        "--threads",
+        "--trust-remote-code",
+        "--allow-mask-is-eos",
+        "--tap-stream",
+    ],
 }
 
 
