@@ -115,12 +115,13 @@ def main() -> int:
     return 0
 
 
-def _model(family: str) -> Any:
+def model_of(family: str, shape: dict[str, Any]) -> Any:
+    """A random model of a family with this shape, in float32."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **_SHARED, **SHAPES[family])
+    config = AutoConfig.for_model(family, **_SHARED, **shape)
     return AutoModelForCausalLM.from_config(config).float().eval().requires_grad_(False)
 
 
@@ -129,7 +130,7 @@ def _measured(family: str, options: argparse.Namespace) -> dict[str, Any]:
 
     from blockdraft.targets import HFTarget, delta_rule
 
-    model = _model(family).to(options.device)
+    model = model_of(family, SHAPES[family]).to(options.device)
     with mock.patch.dict(delta_rule.KNOWN, clear=True):
         by_mixers = HFTarget(model)
     ways = {"mixers": _way(by_mixers), "recurrence": _way(HFTarget(model))}
