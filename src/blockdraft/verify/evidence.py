@@ -85,8 +85,8 @@ class Evidence:
     cumulants: list[float] = field(default_factory=lambda: [0.0] * len(TILTS))
 
     @torch.inference_mode()
-    def add(self, trace: Trace, logits: Callable[[list[int]], Tensor]) -> float:
-        """Take in a trace; returns the mean of ln p over its tokens, -20 for those off the law."""
+    def add(self, trace: Trace, logits: Callable[[list[int]], Tensor]) -> list[float]:
+        """Take in a trace; returns ln p of each of its tokens, -20 for those off the law."""
         num_prompt = len(trace.request.prompt_ids)
         ids = trace.ids
         raw_TV = logits(ids[:-1])[num_prompt - 1 :]
@@ -104,14 +104,14 @@ class Evidence:
             if p_TV[at, token] == 0.0 and at not in bonuses:
                 wide_1V = sampling_law(raw_TV[at : at + 1], self.sampling, slack=self.slack)
                 self.num_outside_cuts += bool(wide_1V[0, token] == 0.0)
-        return _mean_log(p_TV, ids[num_prompt:])
+        return _logs(p_TV, ids[num_prompt:])
 
     @torch.inference_mode()
-    def add_plain(self, ids: list[int], num_prompt: int, logits: Callable[[list[int]], Tensor]) -> float:
+    def add_plain(self, ids: list[int], num_prompt: int, logits: Callable[[list[int]], Tensor]) -> list[float]:
         """Take in a text that was written without a draft; returns what `add` does."""
         p_TV = sampling_law(logits(ids[:-1])[num_prompt - 1 :], self.sampling)
         self._count(p_TV, ids[num_prompt:])
-        return _mean_log(p_TV, ids[num_prompt:])
+        return _logs(p_TV, ids[num_prompt:])
 
     def _count(self, p_TV: Tensor, tokens: list[int]) -> None:
         """Tokens that should follow p: their places, and surprise against entropy."""
@@ -181,6 +181,7 @@ class Evidence:
         self.acceptances.append((chance, stands, middle))
 
 
-def _mean_log(p_TV: Tensor, tokens: list[int]) -> float:
+def _logs(p_TV: Tensor, tokens: list[int]) -> list[float]:
     own_T = p_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    return float(own_T.log().clamp(min=-_SURPRISE_OFF_LAW).mean())
+    logs: list[float] = own_T.log().clamp(min=-_SURPRISE_OFF_LAW).tolist()
+    return logs

@@ -81,7 +81,7 @@ BUDGETS: Mapping[str, Budget] = {
         num_seeds=16,
         seed_tokens=48,
         num_stops=16,
-        sampled=SampledBudget(num_texts=192, text_tokens=48, num_contexts=4, num_per_context=400),
+        sampled=SampledBudget(num_texts=128, text_tokens=48, num_contexts=4, num_per_context=250),
         samplings=(
             _PRODUCTION,
             ("T 1", SamplingParams(temperature=1.0)),

@@ -14,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 import torch
 
@@ -115,20 +116,21 @@ def examine_sampling(
 
     for numbers in _batches(which, budget.rows_at_once):
         for number, trace in zip(numbers, system.trace(requests(numbers, True)), strict=True):
-            likelihood = drafted.add(trace, system.logits)
+            logs = drafted.add(trace, system.logits)
             ids = _emitted(trace, frozenset(system.facts.eos_token_ids))
-            texts.drafted.append((number, _features(ids, likelihood)))
+            texts.drafted.append((number, _features(ids, logs)))
         asked = requests(numbers, False)
         for number, request, done in zip(numbers, asked, system.run(asked), strict=True):
             ids = [*request.prompt_ids, *done.token_ids]
-            likelihood = plain.add_plain(ids, len(request.prompt_ids), system.logits)
-            texts.plain.append((number, _features(list(done.token_ids), likelihood)))
+            logs = plain.add_plain(ids, len(request.prompt_ids), system.logits)
+            texts.plain.append((number, _features(list(done.token_ids), logs)))
         num_done += 2 * len(numbers)
         on_progress(num_done / total)
     contexts = []
     for index in range(budget.num_contexts):
+        name = f"tokens after fixed context {index + 1}"
         prompt = prompts[index % len(prompts)]
-        contexts.append(_examine_context(system, prompt, sampling, budget, source, slack, drafted))
+        contexts.append(_examine_context(name, system, prompt, sampling, budget, source, slack))
         num_done += budget.num_per_context
         on_progress(num_done / total)
     trials = [*_step_trials(drafted), *contexts, *_text_trials(drafted), _sequences(texts, source)]
@@ -283,13 +285,13 @@ def _rates(found: Evidence) -> Trial:
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 def _examine_context(
+    name: str,
     system: System,
     prompt: Sequence[int],
     sampling: SamplingParams,
     budget: SampledBudget,
     source: random.Random,
     slack: float,
-    found: Evidence,
 ) -> Trial:
     """Many first steps after one prompt and one first token: what was committed, against p, prefix by prefix."""
     first_V = sampling_law(system.logits(prompt)[-1:], sampling)[0]
@@ -325,13 +327,13 @@ def _examine_context(
             num_outside += sum(n for token, n in counts.items() if wide_V[token] == 0.0)
             inside = {token: n for token, n in counts.items() if law_V[token] > 0.0}
             fit = fit + _law_fit(inside, law_V)
-    name = f"tokens after a fixed context of {len(prompt) + 1}"
     if fit.degrees == 0 and num_outside == 0:
         return Trial(name=name, p_value=None, finding="the next token is as good as certain here", reason=TOKENS)
     return Trial(
         name=name,
         p_value=either(fit.p_value, binomial_tail(num_outside, max(1, fit.num), slack)),
-        finding=f"{len(committed)} steps, {fit.num} tokens, G = {fit.statistic:.1f} on {fit.degrees}",
+        finding=f"{len(committed)} steps after {len(prompt) + 1} ids, {fit.num} tokens, "
+        f"G = {fit.statistic:.1f} on {fit.degrees}",
         reason=TOKENS,
         sight=Sight(fit.num, fit.degrees) if fit.degrees else None,
         figures={"num_steps": len(committed), "num": fit.num, "num_outside": num_outside},
@@ -371,11 +373,11 @@ def _text_trials(found: Evidence) -> list[Trial]:
 
 
 # ---- whole texts -----------------------------------------------------------------------------------------------------
-def _features(ids: Sequence[int], likelihood: float) -> tuple[float, ...]:
-    """Length, share of different ids, share of pairs that occurred before, mean log-likelihood."""
+def _features(ids: Sequence[int], logs: Sequence[float]) -> tuple[float, ...]:
+    """Length, share of different ids, share of pairs that occurred before, mean ln p of what was emitted."""
     pairs = list(itertools.pairwise(ids))
     repeated = 1.0 - len(set(pairs)) / len(pairs) if pairs else 0.0
-    return float(len(ids)), len(set(ids)) / len(ids), repeated, likelihood
+    return float(len(ids)), len(set(ids)) / len(ids), repeated, fmean(logs[: len(ids)])
 
 
 def _sequences(texts: _Texts, source: random.Random) -> Trial:

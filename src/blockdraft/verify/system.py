@@ -150,7 +150,8 @@ class EngineSystem:
         engine.decide = watched
         tickets: list[Ticket] = []
         try:
-            tickets = [engine.submit(request) for request in requests]
+            for request in requests:
+                tickets.append(engine.submit(request))
             while not all(ticket.is_finished for ticket in tickets):
                 engine.step()
                 for ticket in tickets:
