@@ -6,6 +6,7 @@ before its weights are read. Must not know drafts or requests.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,12 +110,13 @@ def load_model(
             )
         check_method("bitsandbytes", stored.name)
         settings["quantization_config"] = bitsandbytes_config(quantize, dtype or _stored_dtype(stored.config))
-    if (method is not None or quantize is not None) and device_map is None:
+    may_stay_packed = stored.is_gguf and place.type != "cpu"
+    if device_map is None and (method is not None or quantize is not None or may_stay_packed):
         settings["device_map"] = {"": str(place)}  # quantised layers are made where they stay
     try:
         model, found = stored.read(
             _class_of(stored.config, stored.name),
-            config=stored.config,
+            config=copy.deepcopy(stored.config),  # loading changes it
             dtype="auto" if dtype is None else dtype,
             trust_remote_code=stored.trust_remote_code,
             output_loading_info=True,
