@@ -22,7 +22,6 @@ from statistics import median
 
 import torch
 
-from blockdraft import __version__
 from blockdraft.draft import DraftModel
 from blockdraft.engine.costs import CostModel, StepSample, fit
 from blockdraft.engine.request import Request
@@ -252,7 +251,7 @@ def cost_key(
         "max_rows": max_rows,
         "options": json.dumps(dict(options), sort_keys=True, default=str),
         "python": platform.python_version(),
-        "versions": f"blockdraft {__version__} torch {version('torch')} transformers {version('transformers')}",
+        "versions": " ".join(f"{name} {version(name)}" for name in ("blockdraft", "torch", "transformers")),
         "system": f"{platform.system()} {platform.release()}",
     }
     return CostKey(tuple((name, str(value)) for name, value in facts.items()))
