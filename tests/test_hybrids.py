@@ -39,6 +39,7 @@ TOY = course.Course(
     shapes=SHAPES,
     lessons=dict.fromkeys(SHAPES, LESSON),
     num_taught=10,
+    num_drafted=8,
     num_prompts=2,
     max_new_tokens=60,
     has_gates=False,
@@ -56,7 +57,7 @@ COURSES = {
 
 def licence() -> prose.Prose:
     paragraphs = (" ".join(part.split()) for part in (ROOT / "LICENSE").read_text("utf-8").split("\n\n"))
-    return prose.split([text for text in paragraphs if len(text.split()) >= 20], TOY.num_taught)
+    return prose.split([text for text in paragraphs if len(text.split()) >= 20], TOY.num_taught, TOY.num_drafted)
 
 
 def silent(_line: str) -> None:
@@ -172,13 +173,14 @@ def _interrupt_at(step: int) -> Any:
     return after_step
 
 
-def test_paragraphs_of_prompts_are_never_taught() -> None:
+def test_paragraphs_of_prompts_are_of_no_other_use() -> None:
     texts = [f"paragraph {row}" for row in range(100)]
-    parts = prose.split(texts, 30)
-    assert list(parts.held_out) == [0, 20, 40, 60, 80] and len(parts.taught) == 30
-    assert not set(parts.taught) & set(parts.held_out)
+    parts = prose.split(texts, 30, 20)
+    assert list(parts.held_out) == [0, 20, 40, 60, 80]
+    assert (len(parts.taught), len(parts.drafted)) == (30, 20)
+    assert len({*parts.taught, *parts.drafted, *parts.held_out}) == 55
     assert [prompt.id for prompt in parts.prompts(2)] == ["sherlock-0", "sherlock-20"]
     with pytest.raises(ConfigError, match="6 prompts asked for, 5 paragraphs"):
         parts.prompts(6)
-    with pytest.raises(ConfigError, match="the text has 95; teach fewer"):
-        prose.split(texts, 96)
+    with pytest.raises(ConfigError, match=r"90 \+ 6 paragraphs asked for, the text has 95; ask for fewer"):
+        prose.split(texts, 90, 6)

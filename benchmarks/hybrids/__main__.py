@@ -58,7 +58,7 @@ def _measure(options: argparse.Namespace, file: Path) -> int:
     full, only = course.FULL, options.only
     if only is not None and only not in full.shapes:
         raise ConfigError(f"--only is {only}; the targets are {', '.join(full.shapes)}")
-    text = prose.read_prose(options.data, full.num_taught)
+    text = prose.read_prose(options.data, full.num_taught, full.num_drafted)
     targets = None if only is None else [only]
     found = course.run(full, text, options.work, options.threads, session.note, only=targets)
     if only is None:

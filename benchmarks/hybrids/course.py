@@ -27,13 +27,15 @@ _FACTS = "facts.json"
 class Course:
     """How much of everything: few paragraphs, which a target learns nearly by heart, so that its text runs in no loop.
 
-    A drafter is trained on what the target writes after the beginning of each. `changes` are those of every recipe.
+    A drafter is trained on what the target writes after the beginnings of `num_drafted` other paragraphs. `changes` are
+    those of every recipe.
     """
 
     shapes: Mapping[str, Shape]
     lessons: Mapping[str, Lesson]
     pairs: Sequence[drafting.Pair] = drafting.PAIRS
     num_taught: int = 60
+    num_drafted: int = 150
     num_prompts: int = 24
     max_new_tokens: int = 320
     width: int = 8
@@ -120,6 +122,7 @@ def _target(
             "taught_loss": loss_of(shape, model, ids_S, lesson.length),
             "held_out_loss": loss_of(shape, model, held_out_S, lesson.length),
             "cpu_seconds": round(taught.cpu_seconds),
+            "run": session.run_facts(argparse.Namespace(device="cpu")),
         }
         making = place / ".target"
         shutil.rmtree(making, ignore_errors=True)
@@ -142,7 +145,7 @@ def _pair(
     """One drafter: trained, served, compared."""
     target, out, prompt_file = place / "target", place / pair.stream, place / "prompts.jsonl"
     if not prompt_file.is_file():
-        prose.write_prompts(prompt_file, list(text.taught.values()))
+        prose.write_prompts(prompt_file, list(text.drafted.values()))
     draft = drafting.train(pair, target, prompt_file, out, course.changes, say, has_gates=course.has_gates)
     options = argparse.Namespace(
         draft=str(out / "draft"),

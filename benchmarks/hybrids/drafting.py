@@ -6,12 +6,15 @@ the prompts, passes its gates, trains, and exports.
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks import session
 
 _SPENT = "cpu_seconds.json"
 
@@ -50,7 +53,8 @@ def train(
     if not (out / "draft").is_dir():
         begun = time.process_time()
         try:
-            run_training(recipe, None, None, out, has_gates=has_gates, on_progress=say)
+            commit = session.run_facts(argparse.Namespace(device="cpu"))["commit"]
+            run_training(recipe, None, None, out, has_gates=has_gates, commit=commit, on_progress=say)
         finally:
             _add(out, time.process_time() - begun)
     record = json.loads((out / "draft" / "run.json").read_text("utf-8"))
@@ -66,6 +70,7 @@ def train(
         "sequences_per_step": optim.sequences_per_step,
         "blocks_per_sequence": optim.blocks_per_sequence,
         "cpu_seconds": round(_spent(out)),
+        "commit": record["commit"],
     }
 
 

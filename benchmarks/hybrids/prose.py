@@ -1,6 +1,7 @@
 """The text that tiny targets learn: paragraphs of a novel, their split, a tokenizer made for them, prompts.
 
 Owns what is held out: no target is taught, and no drafter trained, on the paragraphs that measured prompts come from.
+A drafter's prompts are beginnings that its target has not seen either, for that is what it will be asked.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Prose:
     """Paragraphs, by their row in the file."""
 
     taught: dict[int, str]
+    drafted: dict[int, str]
     held_out: dict[int, str]
 
     def prompts(self, count: int) -> list[Prompt]:
@@ -38,21 +40,24 @@ class Prose:
         return [Prompt(f"{SET}-{row}", opening(text)) for row, text in list(self.held_out.items())[:count]]
 
 
-def read_prose(data: Path, num_taught: int) -> Prose:
-    """The paragraphs below the folder of --data, of which the first `num_taught` are taught."""
+def read_prose(data: Path, num_taught: int, num_drafted: int) -> Prose:
+    """The paragraphs below the folder of --data, as `split` parts them."""
     file = data / FILE
     if not file.is_file():
         raise ConfigError(f"--data {data}: {FILE} is not there; name the folder that holds it")
     texts = [json.loads(line)["text"] for line in file.read_text("utf-8").splitlines() if line.strip()]
-    return split(texts, num_taught)
+    return split(texts, num_taught, num_drafted)
 
 
-def split(texts: Sequence[str], num_taught: int) -> Prose:
-    """Every HELD_OUT_EVERY-th paragraph is held out, the first `num_taught` of the others are taught."""
-    rows = [row for row in range(len(texts)) if row % HELD_OUT_EVERY][:num_taught]
-    if len(rows) < num_taught:
-        raise ConfigError(f"{num_taught} paragraphs are to be taught, the text has {len(rows)}; teach fewer")
-    return Prose({row: texts[row] for row in rows}, dict(list(enumerate(texts))[::HELD_OUT_EVERY]))
+def split(texts: Sequence[str], num_taught: int, num_drafted: int) -> Prose:
+    """Every HELD_OUT_EVERY-th paragraph is held out; of the others the first are taught, the next begin what a drafter
+    is trained on."""
+    rows = [row for row in range(len(texts)) if row % HELD_OUT_EVERY]
+    if len(rows) < num_taught + num_drafted:
+        raise ConfigError(f"{num_taught} + {num_drafted} paragraphs asked for, the text has {len(rows)}; ask for fewer")
+    taught, drafted = rows[:num_taught], rows[num_taught : num_taught + num_drafted]
+    parts = (taught, drafted, range(0, len(texts), HELD_OUT_EVERY))
+    return Prose(*({row: texts[row] for row in part} for part in parts))
 
 
 def opening(text: str) -> str:
