@@ -59,6 +59,9 @@ class Widths:
         width = self.widths[len(self.times) % len(self.widths)]
         return [min(width, limit) for limit in most]
 
+    def offers(self, rows: Any, widths: Any) -> list[None]:
+        return [None] * len(rows)
+
     def record(self, rows: Any, widths: Any, num_accepted: Any, times: Any) -> None:
         self.times.append(times)
         self.accepted.append(list(num_accepted))
@@ -167,8 +170,8 @@ def test_a_request_may_be_cancelled_in_any_state(model: Any, text: list[int], nu
 # ---- company ---------------------------------------------------------------------------------------------------------
 def test_a_sampled_text_does_not_depend_on_its_company(model: Any) -> None:
     params = SamplingParams(temperature=1.1, top_p=0.95)
-    requests = [asked(LONG[: 4 + 5 * i], 20, sampling=params, seed=i, width=(None, 3, 8)[i % 3]) for i in range(5)]
-    requests += [asked(count=25), asked(LONG, 5, speculate=False)]
+    requests = [asked(LONG[: 4 + 5 * i], 12, sampling=params, seed=i, width=(None, 3, 8)[i % 3]) for i in range(4)]
+    requests += [asked(count=15), asked(LONG, 5, speculate=False)]
     together = made(model, max_rows=4, mixed_chunk_size=8).run(requests)
     for request, done in zip(requests, together, strict=True):
         alone = run_one(made(model), **{name: getattr(request, name) for name in request.__slots__})
@@ -247,7 +250,7 @@ def test_a_request_that_could_never_fit_is_refused_at_once(model: Any) -> None:
 
 
 def test_memory_is_set_aside_for_the_whole_length_and_the_head_of_the_line_is_not_passed(model: Any) -> None:
-    big, small = asked(LONG, 140), asked(count=5)
+    big, small = asked(LONG, 50), asked(count=5)
     engine = made(model)
     engine = made(model, memory_limit=engine.bytes_needed(big) + engine.bytes_needed(small))
     tickets = [engine.submit(r) for r in (small, big, big, small)]
@@ -267,14 +270,14 @@ def test_memory_is_set_aside_for_the_whole_length_and_the_head_of_the_line_is_no
 def test_a_row_never_holds_more_than_was_set_aside(model: Any, speculates: bool) -> None:
     """Grown in chunks and blocks, at every length, a row stays within the line that was measured."""
     engine = made(model, prefill_chunk_size=37)
-    ticket = engine.submit(asked(LONG, 300, speculate=None if speculates else False))
+    ticket = engine.submit(asked(LONG, 120, speculate=None if speculates else False))
     most = 0.0
     while not ticket.is_finished:
         engine.step()
         row = ticket.row
         assert row is not None
         most = max(most, row.num_bytes / engine.bytes_needed(ticket.request))
-    assert 0.5 < most <= 1.0
+    assert 0.3 < most <= 1.0
 
 
 # ---- broken requests -------------------------------------------------------------------------------------------------
@@ -298,26 +301,26 @@ def _with_nan_after(engine: Engine, monkeypatch: pytest.MonkeyPatch, end: list[i
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_logprobs": 1}, {"sampling": SamplingParams(repetition_penalty=1.01)}])
-@pytest.mark.parametrize("at", [0, 1, 7])
-@pytest.mark.parametrize("width", [None, 2, 8])
+@pytest.mark.parametrize("at", [0, 4])
+@pytest.mark.parametrize("width", [None, 8])
 def test_a_request_that_breaks_ends_alone_with_the_text_that_was_good(
     model: Any, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], at: int, width: int | None
 ) -> None:
-    want = list(run_one(made(model), prompt_ids=PROMPT, max_new_tokens=20, stop_ids=NO_STOP, **fields).token_ids)
+    want = list(run_one(made(model), prompt_ids=PROMPT, max_new_tokens=9, stop_ids=NO_STOP, **fields).token_ids)
     engine = made(model)
     _with_nan_after(engine, monkeypatch, [*PROMPT, *want[:at]])
     speculate = {"speculate": False} if width is None else {"width": width}
-    other = engine.submit(asked(LONG, 20))
-    broken = engine.submit(asked(count=20, **fields, **speculate))
+    other = engine.submit(asked(LONG, 9))
+    broken = engine.submit(asked(count=9, **fields, **speculate))
     finish(engine)
-    assert ids_of(other) == plain_ids(model, LONG, 20) and other.completion.error is None
+    assert ids_of(other) == plain_ids(model, LONG, 9) and other.completion.error is None
     done = broken.completion
     assert done is not None and done.finish_reason == "error" and "NaN" in done.error
     assert ids_of(broken) == want[:at] and f"after {5 + at} tokens" in done.error
     done.stats.check()
     assert engine.stats().num_failed == 1 and broken.row.num_bytes == 0
     with pytest.raises(RequestError, match="NaN"):
-        engine.run([asked(count=20, **fields, **speculate)])
+        engine.run([asked(count=9, **fields, **speculate)])
     assert engine.num_running == 0
 
 

@@ -15,22 +15,33 @@ from blockdraft.engine import Engine
 from blockdraft.engine.adaptive import AdaptiveWidth
 from blockdraft.engine.cost_probe import cost_key, grid, measure_costs, stored_costs
 from blockdraft.engine.costs import StepCosts
+from blockdraft.engine.lookup import TextIndex
 from blockdraft.engine.tune import known_acceptance
 from blockdraft.errors import RequestError
-from engine_kit import draft_config, hf_target, plain_ids, random_draft, tiny_model
+from engine_kit import bigram_model, draft_config, hf_target, plain_ids, random_draft, tiny_model
 from tiny_pair import run_cli
+from width_kit import cpu_machine, measured_costs
 
 
 class Scripted:
     """Widths by chance, and a record of what was asked for."""
 
-    def __init__(self, seed: int) -> None:
-        self.source, self.chosen = random.Random(seed), []
+    def __init__(self, seed: int, guess: float = 0.3) -> None:
+        self.source, self.chosen, self.guess = random.Random(seed), [], guess
 
     def choose(self, rows, most):
         free = [1 if self.source.random() < 0.4 else self.source.randint(1, limit) for limit in most]
         self.chosen.append([m if row.has_fixed_width else w for row, m, w in zip(rows, most, free, strict=True)])
         return self.chosen[-1]
+
+    def offers(self, rows, widths):
+        """Guesses, now and then, where the draft would have proposed."""
+        free = [w > 1 and not row.has_fixed_width for row, w in zip(rows, widths, strict=True)]
+        chance = [self.source.random() < self.guess for _ in rows]
+        return [
+            [self.source.randrange(30) for _ in range(w - 1)] if may and does else None
+            for w, may, does in zip(widths, free, chance, strict=True)
+        ]
 
     def record(self, rows, widths, num_accepted, times):
         pass
@@ -111,6 +122,7 @@ def test_free_rows_share_one_pass_and_take_the_first_proposals_of_it(pair, monke
 
 class _Widths(Scripted):
     def __init__(self, widths) -> None:
+        super().__init__(0, guess=0.0)
         self.widths = widths
 
     def choose(self, rows, most):
@@ -124,6 +136,46 @@ def test_no_pass_is_wider_than_what_the_draft_has_positions_for(pair):
     asked = [Request(prompt_ids=ids, max_new_tokens=45, stop_ids=frozenset()) for ids in prompts(4)]
     for request, done in zip(asked, engine.run(asked), strict=True):
         assert list(done.token_ids) == plain_ids(model, request.prompt_ids, 45)
+
+
+# ---- proposals from the text -----------------------------------------------------------------------------------------
+def test_the_index_finds_the_longest_match_and_of_equal_ones_the_latest():
+    source = random.Random(2)
+    for _ in range(40):
+        ids, index = [source.randrange(4) for _ in range(3)], TextIndex()
+        for _ in range(60):
+            most = source.randint(1, 6)
+            assert index.find(ids, most) == longest_match(ids, most)
+            ids.extend(source.randrange(4) for _ in range(source.randint(1, 3)))
+    assert TextIndex().find([], 3) == TextIndex().find([1], 3) == TextIndex().find([1, 2], 3) == (0, [])
+
+
+def longest_match(ids, most):
+    """By trying the 8 latest earlier places of the last two ids."""
+    last = len(ids) - 1
+    places = [at for at in range(1, last) if ids[at - 1 : at + 1] == ids[last - 1 :]][-8:]
+    best, found = 0, []
+    for place in places:
+        same = 2
+        while same < 12 and same <= place and ids[place - same] == ids[last - same]:
+            same += 1
+        if same >= best:
+            best, found = same, ids[place + 1 : place + 1 + most]
+    return best, found
+
+
+def test_a_text_that_repeats_itself_proposes_its_own_continuation():
+    model = bigram_model(lambda i: (i + 1) % 9)
+    target = hf_target(model)
+    draft = random_draft(draft_config(target.facts))
+    for sampling in (SamplingParams(), SamplingParams(temperature=0.05)):  # at which its law is as good as one id
+        policy = AdaptiveWidth(measured_costs(cpu_machine()), num_positions=7)
+        engine = Engine(target, draft, width_policy=policy)
+        [done] = engine.run([Request(prompt_ids=[3, 4], max_new_tokens=60, stop_ids=frozenset(), sampling=sampling)])
+        assert list(done.token_ids) == [(5 + i) % 9 for i in range(60)]
+        report = policy.report()
+        assert report.num_lookups > 3 and done.stats.num_accepted_draft_tokens > 25
+        assert "from the text" in str(report)
 
 
 # ---- measured costs --------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class SimRow:
 
     def __init__(self, truth: Sequence[float], length: int, fixed: bool = False) -> None:
         self.truth, self.left, self.has_fixed_width = truth, length, fixed
-        self.ids = [0] * 80
+        self.ids = list(range(80))
         self.num_pending = 80
         self.stats = SimpleNamespace(num_draft_tokens=0)
 
@@ -78,6 +78,9 @@ class FixedPolicy:
 
     def choose(self, rows, most):
         return [min(self.width, limit) for limit in most]
+
+    def offers(self, rows, widths):
+        return [None] * len(rows)
 
     def record(self, rows, widths, num_accepted, times):
         pass
@@ -151,7 +154,7 @@ def simulate(
             outcome.widths[width] = outcome.widths.get(width, 0) + 1
             outcome.tokens += num_accepted + 1
             row.left -= num_accepted + 1
-            row.ids.extend([0] * (num_accepted + 1))
+            row.ids.extend(range(len(row.ids), len(row.ids) + num_accepted + 1))
             row.num_pending = num_accepted + 1 if width > 1 else row.num_pending + 1
             if row.num_pending >= 256:
                 outcome.seconds += machine.inject_position_s * row.num_pending

@@ -1,12 +1,14 @@
-"""The width of each row's next block, chosen for the most emitted tokens per second.
+"""The width of each row's next block and where its proposals come from, chosen for the most tokens per second.
 
-Owns the choice: from what a step costs (costs.py) and how likely each request's proposals are to stand (expected.py),
-plain decoding included, and from rare probes of rows that do not speculate. Pure arithmetic over few numbers; no torch.
+Owns the choice: from what a step costs (costs.py), how likely each request's proposals are to stand (expected.py) and
+whether its text has ended like this before (lookup.py), plain decoding included, and from rare probes of rows that do
+not speculate. Pure arithmetic over few numbers; no torch.
 
-A step with n rows and m proposals emits n + (sum of their survivals) tokens in table[m] + drafting seconds. Survivals
-fall along a block, so for any m the best m proposals are the likeliest ones, and one pass over all proposals in that
-order sees every width vector that can be best. What a row costs to speculate at all (its share of the draft's pass,
-catching up with the taps held back) is charged to its first proposals.
+A second is worth RATE tokens: those of plain decoding times the gain that speculation had of late. A step with n rows
+and m proposals is worth n + (sum of their survivals) - RATE * (table[m] + drafting seconds). Survivals fall along a
+block, so for any m the best m proposals are the likeliest ones, and one pass over all proposals in that order sees
+every width vector that can be best. What a row costs to speculate at all (its share of the draft's pass, catching up
+with the taps held back) is charged to its first proposals.
 
 What keeps it from harm: speculation must promise MARGIN more than plain decoding before it begins; probes and audits
 are paid from a budget, a share of all time, and become rarer while they find nothing.
@@ -18,11 +20,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from blockdraft.engine.costs import StepCosts, StepSample
+from blockdraft.engine.costs import DraftPrices, StepCosts, StepSample
 from blockdraft.engine.expected import AcceptanceRecord, Ease
+from blockdraft.engine.lookup import LookupRecord, TextIndex
 
 if TYPE_CHECKING:
     from blockdraft.engine.row import RunningRow
@@ -33,6 +37,7 @@ __all__ = ["AdaptiveWidth", "RowReport", "WidthReport"]
 MARGIN = 0.02  # predicted gain over plain decoding at which speculation begins
 STAY = 0.01  # predicted loss at which it ends
 TRUSTED_STEPS = 8  # with drafting, after which half of the table's stated error is forgotten
+GAIN_RATE = 0.05  # of the running mean of gains, per step
 HORIZON_STEPS = 32.0  # over which the cost of catching up is counted
 PROBE_SHARE = 0.005  # of all time, for probes and audits together
 FIRST_BUDGET_STEPS = 0.5  # what the budget begins with, in plain steps
@@ -54,6 +59,18 @@ class _State:
     num_draft_seen: int = 0
     widths: Counter[int] = field(default_factory=Counter)
     num_probes: int = 0
+    num_lookups: int = 0
+    index: TextIndex = field(default_factory=TextIndex)
+    lookup_ease: Ease = field(default_factory=Ease)
+    match: tuple[int, list[int]] = (0, [])
+    """What followed the last time that the text ended like this, and in how many ids the two agree."""
+    is_lookup: bool = False
+    """Whether the row's next proposals are the match's."""
+
+
+_Piece = tuple[float, int, float, float, bool, int]
+"""Proposals of one row that are taken together: (tokens per proposal less what drafting them costs, proposals, tokens,
+seconds of drafting, whether they are the match's, row). A tuple, because hundreds are made in every step."""
 
 
 @dataclass(slots=True)
@@ -75,6 +92,8 @@ class RowReport:
     widths: dict[int, int]
     """Steps by width."""
     num_probes: int
+    num_lookups: int
+    """Steps whose proposals came from its own text."""
     survival: list[float]
     reason: str
 
@@ -88,19 +107,25 @@ class WidthReport:
     """Row-steps by width."""
     num_probes: int
     num_audits: int
+    num_lookups: int
+    """Row-steps whose proposals came from the row's own text."""
     probe_share: float
     """Share of the time that probes and audits took, as predicted, beyond the best choice."""
     expected_tok_per_s: float | None
     measured_tok_per_s: float | None
     conditional_acceptance: list[float]
     num_trials: int
+    lookup_acceptance: dict[int, list[float]]
+    """Conditional acceptance of proposals from the text, by the least length of match."""
     reason: str
 
     def __str__(self) -> str:
         """One line for people."""
         total = max(sum(self.widths.values()), 1)
         widths = ", ".join(f"{width}: {100 * count / total:.0f} %" for width, count in self.widths.items())
-        return f"{self.reason}; widths used {widths or 'none'}; {self.num_probes} probes, {self.num_audits} audits"
+        return (
+            f"{self.reason}; widths used {widths or 'none'}; {self.num_lookups} from the text, {self.num_probes} probes"
+        )
 
 
 class AdaptiveWidth:
@@ -113,16 +138,17 @@ class AdaptiveWidth:
     def __init__(self, costs: StepCosts, *, num_positions: int, prior: Sequence[float] | None = None) -> None:
         self.costs = costs
         self.acceptance = AcceptanceRecord(num_positions, prior)
+        self.lookups = LookupRecord(num_positions)
         self._states: WeakKeyDictionary[RunningRow, _State] = WeakKeyDictionary()
         self._step = 0
         self._is_on = False
-        self._rate = 0.0  # best predicted tokens per second of the last choice
+        self._gain = 1.0  # of the choices of late over plain decoding, predicted
         self._budget_s: float | None = None
         self._total_s = self._spent_s = 0.0
         self._last_audit = 0
         self._plan: _Plan | None = None
         self._widths: Counter[int] = Counter()
-        self._num_probes = self._num_audits = self._num_drafted = 0
+        self._num_probes = self._num_audits = self._num_drafted = self._num_lookups = 0
         self._expected = [0.0, 0.0]  # tokens, seconds
         self._measured = [0.0, 0.0]
         self._context = self._num_injected = 0
@@ -136,6 +162,9 @@ class AdaptiveWidth:
             self._plan = None
             return []
         states = [self._state(row) for row in rows]
+        for row, state, limit in zip(rows, states, most, strict=True):
+            state.is_lookup = False
+            state.match = (0, []) if limit == 1 or row.has_fixed_width else state.index.find(row.ids, limit - 1)
         self._context = sum(len(row.ids) for row in rows)
         plan = self._best(rows, states, most)
         if self._budget_s is None:
@@ -145,8 +174,17 @@ class AdaptiveWidth:
         if any(width == 1 < limit for width, limit in zip(plan.widths, most, strict=True)):
             plan = self._probed(rows, states, most, plan)
         self._plan = plan
-        self._num_injected = sum(row.num_pending for row, width in zip(rows, plan.widths, strict=True) if width > 1)
+        self._num_injected = sum(
+            row.num_pending
+            for row, state, width in zip(rows, states, plan.widths, strict=True)
+            if width > 1 and not state.is_lookup
+        )
         return plan.widths
+
+    def offers(self, rows: Sequence[RunningRow], widths: Sequence[int]) -> list[Sequence[int] | None]:
+        """Proposals that are here already, width - 1 of them; None where the draft is to make them."""
+        states = [self._state(row) for row in rows]
+        return [s.match[1][: w - 1] if s.is_lookup and w > 1 else None for s, w in zip(states, widths, strict=True)]
 
     def _state(self, row: RunningRow) -> _State:
         state = self._states.get(row)
@@ -171,35 +209,39 @@ class AdaptiveWidth:
         most_extra = sum(most) - num_rows
         table = self.costs.table(num_rows, most_extra)
         prices = self.costs.draft_prices(*(self._last_draft or (num_rows, 3 * num_rows)))
-        base_s = self.costs.model.context_s * self._context
+        plain_s = self.costs.model.context_s * self._context + table[num_extra]
         if num_drafting:
-            base_s += prices.pass_s * len(fixed_widths) + prices.row_s * num_drafting + prices.inject_s
-            base_s += prices.position_s * num_extra
-        plain_s = base_s + table[num_extra]
+            plain_s += prices.pass_s * len(fixed_widths) + prices.row_s * num_drafting + prices.inject_s
+            plain_s += prices.position_s * num_extra
         plain_rate = tokens / plain_s
-        pieces = self._pieces(rows, states, most, widths, prices.row_s, prices.inject_position_s, plain_rate)
+        rate = plain_rate * self._gain
+        near = min(max(3 * num_rows, num_extra + 1), most_extra)
+        position_s = (table[near] - table[num_extra]) / (near - num_extra) if near > num_extra else 0.0
+        pass_s = prices.pass_s + (0.0 if num_drafting else prices.inject_s)
+        pieces = self._pieces(rows, states, most, widths, prices, pass_s / num_rows, position_s, rate)
         # all prefixes of the proposals in falling order of what they bring
-        best_rate, best_count = 0.0, 0
-        extra, gained = num_extra, tokens
-        seconds = base_s + prices.pass_s + (0.0 if num_drafting else prices.inject_s)
-        position_s = prices.position_s
-        for count, (_, size, value, on_s, _) in enumerate(pieces, start=1):
+        extra, gained, seconds, is_drafting = num_extra, tokens, plain_s - table[num_extra], False
+        best, best_count, best_tokens, best_s = -math.inf, 0, tokens, plain_s
+        for count, (_, size, value, draft_s, is_lookup, _) in enumerate(pieces, start=1):
             extra += size
             gained += value
-            seconds += on_s + position_s * size
-            rate = gained / (seconds + table[extra])
-            if rate > best_rate:
-                best_rate, best_count = rate, count
-        is_on = best_rate > plain_rate * (1.0 - STAY if self._is_on else 1.0 + self._margin)
-        self._rate = best_rate if is_on else plain_rate
-        if not is_on:
-            self._is_on = False
+            if not is_lookup:
+                seconds += draft_s if is_drafting else draft_s + pass_s
+                is_drafting = True
+            worth = gained - rate * (seconds + table[extra])
+            if worth > best:
+                best, best_count, best_tokens, best_s = worth, count, gained, seconds + table[extra]
+        gain = best - (tokens - rate * plain_s)
+        self._is_on = gain > tokens * (-STAY if self._is_on else self._margin)
+        best_rate = best_tokens / best_s if pieces else 0.0
+        if not self._is_on:
+            self._learn_gain(1.0)
             return _Plan(widths, tokens, plain_s, plain_rate, best_rate, "plain")
-        self._is_on = True
-        for _, size, value, _, i in pieces[:best_count]:
+        self._learn_gain(best_rate / plain_rate)
+        for _, size, _, _, is_lookup, i in pieces[:best_count]:
             widths[i] += size
-            tokens += value
-        return _Plan(widths, tokens, tokens / best_rate, plain_rate, best_rate, "speculate")
+            states[i].is_lookup = is_lookup
+        return _Plan(widths, best_tokens, best_s, plain_rate, best_rate, "speculate")
 
     @property
     def _margin(self) -> float:
@@ -207,39 +249,53 @@ class AdaptiveWidth:
         doubt = self.costs.model.error or 0.0
         return MARGIN + doubt * TRUSTED_STEPS / (TRUSTED_STEPS + self._num_drafted)
 
+    def _learn_gain(self, gain: float) -> None:
+        self._gain += max(GAIN_RATE, 1.0 / self._step) * (gain - self._gain)
+
     def _pieces(
         self,
         rows: Sequence[RunningRow],
         states: Sequence[_State],
         most: Sequence[int],
         widths: Sequence[int],
-        row_s: float,
-        inject_position_s: float,
-        plain_rate: float,
-    ) -> list[tuple[float, int, float, float, int]]:
-        """(value per proposal, proposals, tokens, seconds beside those of the proposals, row), falling.
+        prices: DraftPrices,
+        pass_s: float,
+        position_s: float,
+        rate: float,
+    ) -> list[_Piece]:
+        """The proposals of all rows in falling order of their worth.
 
-        A row's first piece carries what it costs to speculate at all, and as many proposals as make that worth most.
+        A row takes them from its match or from the draft, whichever is worth more at ``position_s`` per scored position
+        and with its share ``pass_s`` of the draft's pass. Its first piece carries what it costs to draft for it at all,
+        and as many proposals as make that worth most.
         """
-        rate = max(self._rate, plain_rate)
-        pieces = []
+        pieces: list[_Piece] = []
+        charge, position = rate * prices.position_s, rate * position_s
         for i, row in enumerate(rows):
             count = most[i] - widths[i]
             if count <= 0 or widths[i] > 1:
                 continue
-            survival = states[i].survival
-            on_s = row_s + inject_position_s * row.num_pending / HORIZON_STEPS
-            charge = rate * on_s
+            state = states[i]
+            survival = state.survival
+            on_s = prices.row_s + prices.inject_position_s * row.num_pending / HORIZON_STEPS
+            length, found = state.match
+            if found:
+                looked_up = self.lookups.survival(length, state.lookup_ease)[: min(count, len(found))]
+                drafted = _best_sum(survival[:count], position + charge) - rate * (on_s + pass_s)
+                if _best_sum(looked_up, position) >= max(drafted, 0.0):
+                    pieces.extend((value, 1, value, 0.0, True, i) for value in looked_up)
+                    continue
             best, size, total = -math.inf, 1, 0.0
             for k in range(count):
                 total += survival[k]
-                mean = (total - charge) / (k + 1)
+                mean = (total - rate * on_s) / (k + 1)
                 if mean <= best:
                     break
                 best, size = mean, k + 1
-            pieces.append((best, size, sum(survival[:size]), on_s, i))
-            pieces.extend((value, 1, value, 0.0, i) for value in survival[size:count])
-        pieces.sort(key=_value, reverse=True)
+            draft_s = on_s + size * prices.position_s
+            pieces.append((best - charge, size, sum(survival[:size]), draft_s, False, i))
+            pieces.extend((v - charge, 1, v, prices.position_s, False, i) for v in survival[size:count])
+        pieces.sort(key=itemgetter(0), reverse=True)
         return pieces
 
     # ---- probes and audits -------------------------------------------------------------------------------------------
@@ -249,8 +305,6 @@ class AdaptiveWidth:
         if gain > AUDIT_GAIN or self._step - self._last_audit < AUDIT_STEPS:
             return plan
         widths = [limit if row.has_fixed_width else 1 for row, limit in zip(rows, most, strict=True)]
-        if widths == plan.widths:
-            return plan
         table = self.costs.table(len(rows), sum(most) - len(rows))
         seconds = table[sum(widths) - len(rows)] + self.costs.model.context_s * self._context
         loss_s = max(gain, 0.0) * seconds
@@ -285,7 +339,7 @@ class AdaptiveWidth:
         cost_s += prices.inject_position_s * injected
         if plan.kind != "speculate":
             cost_s += prices.pass_s + prices.inject_s
-        loss_s = max(cost_s - value / self._rate, 0.0)
+        loss_s = max(cost_s - value / (plan.plain_rate * self._gain), 0.0)
         if loss_s > self._left_s:
             return plan
         self._spend(loss_s)
@@ -312,6 +366,7 @@ class AdaptiveWidth:
     ) -> None:
         """What a step with these widths gave."""
         num_drafting = num_proposals = 0
+        drafted: list[_State] = []
         passes = set()  # a pass for each fixed width, and one for all rows without
         for row, width, accepted in zip(rows, widths, num_accepted, strict=True):
             state = self._state(row)
@@ -319,17 +374,24 @@ class AdaptiveWidth:
             self._widths[width] += 1
             num_proposed = row.stats.num_draft_tokens - state.num_draft_seen  # fewer than width - 1 after a cut
             state.num_draft_seen = row.stats.num_draft_tokens
-            if width > 1:
+            if width > 1 and state.is_lookup:
+                state.num_lookups += 1
+                self._num_lookups += 1
+                self.lookups.observe(state.match[0], state.lookup_ease, num_proposed, accepted)
+            elif width > 1:
                 passes.add(width if row.has_fixed_width else 0)
                 num_drafting += 1
                 num_proposals += width - 1
                 self.acceptance.observe(state.ease, num_proposed, accepted)
-                state.survival = self.acceptance.survival(state.ease)
+                drafted.append(state)
                 if self._is_on:
                     state.probe_pause = FIRST_PROBE_STEPS
                     state.next_probe = self._step + FIRST_PROBE_STEPS
             elif (self._step + id(row) // 64) % REFRESH_STEPS == 0:
                 state.survival = self.acceptance.survival(state.ease)
+        self.acceptance.refresh()
+        for state in drafted:
+            state.survival = self.acceptance.survival(state.ease)
         if num_drafting:
             self._last_draft = (num_drafting, num_proposals)
             self._num_drafted += 1
@@ -366,11 +428,13 @@ class AdaptiveWidth:
             widths=dict(sorted(self._widths.items())),
             num_probes=self._num_probes,
             num_audits=self._num_audits,
+            num_lookups=self._num_lookups,
             probe_share=self._spent_s * self.costs.level / self._total_s if self._total_s else 0.0,
             expected_tok_per_s=expected,
             measured_tok_per_s=measured,
             conditional_acceptance=self.acceptance.shares,
             num_trials=self.acceptance.num_trials,
+            lookup_acceptance=self.lookups.shares(),
             reason=self._reason(),
         )
 
@@ -381,6 +445,7 @@ class AdaptiveWidth:
         return RowReport(
             widths=dict(sorted(state.widths.items())),
             num_probes=state.num_probes,
+            num_lookups=state.num_lookups,
             survival=list(state.survival),
             reason=reason,
         )
@@ -402,5 +467,11 @@ class AdaptiveWidth:
         )
 
 
-def _value(piece: tuple[float, int, float, float, int]) -> float:
-    return piece[0]
+def _best_sum(values: Sequence[float], price: float) -> float:
+    """The largest sum of the first of these falling values, each less the price; at least 0."""
+    total = 0.0
+    for value in values:
+        if value <= price:
+            break
+        total += value - price
+    return total

@@ -179,7 +179,10 @@ class Engine:
         most = [row.most_width(max_draft_length) for row in rows]
         widths = self.width_policy.choose(rows, most)
         assert all(1 <= width <= limit for width, limit in zip(widths, most, strict=True)), (widths, most)
-        times, num_accepted = decode_step(rows, widths, self.target, self.draft, chunks, decide=self.decide)
+        offers = self.width_policy.offers(rows, widths)
+        times, num_accepted = decode_step(
+            rows, widths, self.target, self.draft, chunks, offers=offers, decide=self.decide
+        )
         self.width_policy.record(rows, widths, num_accepted, times)
         for chunk in chunks:
             self._prefixes.snapshot(chunk.row)

@@ -60,23 +60,29 @@ class AcceptanceRecord:
         return list(accumulate([1.0 / (1.0 + exp(-odds - mean)) for odds in self._odds], mul))
 
     def observe(self, ease: Ease, num_proposed: int, num_accepted: int) -> None:
-        """A step of a request: the first `num_accepted` of `num_proposed` stood; what follows was not reached."""
+        """A step of a request: the first `num_accepted` of `num_proposed` stood; what follows was not reached.
+
+        `survival` knows of it after the next `refresh`, once for all requests of a step.
+        """
         ease.variance = min(ease.variance + REQUEST_WANDER, REQUEST_SPREAD)
         self._shift_variance = min(self._shift_variance + ENGINE_WANDER, ENGINE_SPREAD)
         for k in range(min(num_accepted + 1, num_proposed)):
-            expected = _probability(self._odds[k] + ease.mean)
+            expected = _probability(self._prior[k] + self._shift + self._own[k] + ease.mean)
             own_variance = min(self._own_variance[k] + POSITION_WANDER, POSITION_SPREAD)
             information = expected * (1.0 - expected)
             share = 1.0 / (1.0 + information * (ease.variance + self._shift_variance + own_variance))
             surprise = share * ((1.0 if k < num_accepted else 0.0) - expected)
             ease.mean += ease.variance * surprise
-            self._shift += self._shift_variance * surprise
+            self._shift = min(max(self._shift + self._shift_variance * surprise, -_MOST), _MOST)
             self._own[k] += own_variance * surprise
             share *= information
             ease.variance -= ease.variance**2 * share
             self._shift_variance -= self._shift_variance**2 * share
             self._own_variance[k] = own_variance - own_variance**2 * share
             self.num_trials += 1
+
+    def refresh(self) -> None:
+        """Let what was observed count."""
         shift = self._shift
         self._odds = [
             min(max(prior + shift + own, -_MOST), _MOST) for prior, own in zip(self._prior, self._own, strict=True)

@@ -45,17 +45,23 @@ def decode_step(
     draft: DraftModel | None,
     chunks: Sequence[Chunk] = (),
     *,
+    offers: Sequence[Sequence[int] | None] | None = None,
     decide: Decide = decide,
 ) -> tuple[StepTimes, list[int]]:
     """Advance every row by a block of its width and feed every chunk: (times, accepted proposals of each row).
 
     Each row commits the proposals that stand and one token of the target's own; a chunk that ends its prompt gives that
-    row its first token. A row whose own answer is broken ends with an error, and the others go on.
+    row its first token. ``offers[i]`` are proposals of row i that need no draft. A row whose own answer is broken ends
+    with an error, and the others go on.
     """
     clock = Clock()
-    inject_pending([row for row, width in zip(rows, widths, strict=True) if width > 1], draft)
+    proposals = [None if ids is None else _offered(ids, target) for ids in offers or [None] * len(rows)]
+    drafting = [i for i, width in enumerate(widths) if width > 1 and proposals[i] is None]
+    inject_pending([rows[i] for i in drafting], draft)
     inject_s = clock.lap()
-    proposals = _propose(rows, widths, target, draft)
+    drafted = _propose([rows[i] for i in drafting], [widths[i] for i in drafting], target, draft)
+    for i, proposal in zip(drafting, drafted, strict=True):
+        proposals[i] = proposal
     propose_s = clock.lap()
     blocks = [_Part.of_block(row, proposal) for row, proposal in zip(rows, proposals, strict=True)]
     prompts = [_Part.of_chunk(chunk) for chunk in chunks]
@@ -141,12 +147,17 @@ def _cache(row: RunningRow) -> DraftCache:
     return row.draft_cache
 
 
+def _offered(ids: Sequence[int], target: Target) -> Proposal:
+    """Proposals that followed from the text: it had to be these."""
+    return Proposal(torch.tensor(ids, dtype=torch.long, device=target.device), None)
+
+
 # ---- propose ---------------------------------------------------------------------------------------------------------
 def _propose(
     rows: Sequence[RunningRow], widths: Sequence[int], target: Target, draft: DraftModel | None
-) -> list[Proposal | None]:
-    """A proposal for every row of width above 1."""
-    proposals: list[Proposal | None] = [None] * len(rows)
+) -> list[Proposal]:
+    """The draft's proposals for every row; all widths are above 1."""
+    proposals: dict[int, Proposal] = {}
     for width, indices in _passes(rows, widths, draft):
         assert draft is not None
         anchors = [rows[i].anchor_id for i in indices]
@@ -172,7 +183,7 @@ def _propose(
                 min_confidence=row.request.min_confidence,
                 candidate_logits=partial(_candidate_logits, target=target, draft=draft),
             )
-    return proposals
+    return [proposals[i] for i in range(len(rows))]
 
 
 def _passes(rows: Sequence[RunningRow], widths: Sequence[int], draft: DraftModel | None) -> list[tuple[int, list[int]]]:
@@ -184,10 +195,9 @@ def _passes(rows: Sequence[RunningRow], widths: Sequence[int], draft: DraftModel
     by_width: dict[int, list[int]] = defaultdict(list)
     widest = max((w for row, w in zip(rows, widths, strict=True) if not row.has_fixed_width), default=1)
     for index, (row, width) in enumerate(zip(rows, widths, strict=True)):
-        if width > 1:
-            assert draft is not None
-            may_share = not row.has_fixed_width and row.num_fed + widest <= draft.max_length
-            by_width[widest if may_share else width].append(index)
+        assert draft is not None
+        may_share = not row.has_fixed_width and row.num_fed + widest <= draft.max_length
+        by_width[widest if may_share else width].append(index)
     return list(by_width.items())
 
 

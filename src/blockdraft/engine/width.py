@@ -18,6 +18,13 @@ class WidthPolicy(Protocol):
         """The width of each row's next block, 1 <= width <= most of the row; 1 is a plain step."""
         ...
 
+    def offers(self, rows: Sequence[RunningRow], widths: Sequence[int]) -> Sequence[Sequence[int] | None]:
+        """Called after ``choose``: width - 1 proposals of a row that need no draft, None where the draft makes them.
+
+        They may depend on the row's ids so far and on nothing else: then their law is one-hot, and lossless.
+        """
+        ...
+
     def record(
         self, rows: Sequence[RunningRow], widths: Sequence[int], num_accepted: Sequence[int], times: StepTimes
     ) -> None:
@@ -30,6 +37,9 @@ class FixedWidth:
 
     def choose(self, rows: Sequence[RunningRow], most: Sequence[int]) -> list[int]:
         return [min(row.width, limit) for row, limit in zip(rows, most, strict=True)]
+
+    def offers(self, rows: Sequence[RunningRow], widths: Sequence[int]) -> Sequence[Sequence[int] | None]:
+        return [None] * len(rows)
 
     def record(
         self, rows: Sequence[RunningRow], widths: Sequence[int], num_accepted: Sequence[int], times: StepTimes
