@@ -15,6 +15,7 @@ from scipy import stats as scipy_stats
 
 from blockdraft.errors import ConfigError
 from blockdraft.stats import (
+    EngineStats,
     RequestStats,
     bootstrap_ratio_interval,
     committed_acceptance_length,
@@ -56,6 +57,7 @@ def test_counters_by_hand() -> None:
         "full_histogram": [1, 0, 1, 1],
         "num_emitted_tokens": 10,
         "num_clipped_tokens": 0,
+        "num_cached_prompt_tokens": 0,
         "prefill_s": 0.5,
         "decode_s": 1.0,
     }
@@ -282,3 +284,27 @@ def test_paired_difference_by_hand_and_unpaired_prompts() -> None:
 def test_stats_need_no_torch() -> None:
     code = "import sys, blockdraft.stats; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- an engine -----------------------------------------------------------------------------------------------------
+def test_an_engines_counters_are_sums_of_its_steps_and_requests() -> None:
+    from types import SimpleNamespace
+
+    stats = EngineStats()
+    assert stats.overhead_share is None and stats.mean_rows is None
+    phases = {"propose_s": 1.0, "score_s": 4.0, "accept_s": 0.25, "commit_s": 0.25, "prefill_s": 2.0}
+    for _ in range(2):
+        stats.add_step(SimpleNamespace(**phases, num_rows=3, num_scored=12, num_prefilled=5))
+    stats.other_s += 1.0
+    for reason, emitted in (("stop", 4), ("length", 3), ("cancelled", 2), ("error", 1)):
+        stats.add_request(RequestStats(num_emitted_tokens=emitted), reason)
+    assert (stats.num_steps, stats.num_rows, stats.num_scored, stats.num_prefilled) == (2, 6, 24, 10)
+    assert (stats.num_finished, stats.num_cancelled, stats.num_failed, stats.num_emitted_tokens) == (2, 1, 1, 10)
+    assert stats.total_s == 16.0 and stats.mean_rows == 3.0 and stats.overhead_share == 2.0 / 16.0
+    assert json.loads(json.dumps(stats.to_json()))["overhead_share"] == 0.125
+
+
+def test_records_of_before_prefixes_were_kept_are_read() -> None:
+    old = ONE.to_json()
+    del old["num_cached_prompt_tokens"]
+    assert RequestStats.from_json(old) == ONE
