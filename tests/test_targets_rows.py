@@ -115,6 +115,16 @@ def test_rows_of_unequal_lengths(target: HFTarget) -> None:
     assert len({row.num_positions for row in rows.rows}) > 1
 
 
+def test_new_rows_beside_rows_that_were_taken_back_to_nothing(one_of_a_kind: HFTarget) -> None:
+    rows = Rows(one_of_a_kind, 4)
+    for index in (1, 3):
+        one_of_a_kind.forward([random_ids(6)], [rows.rows[index]])
+        one_of_a_kind.rollback([rows.rows[index]], [0])
+    rows.check(rows.feed(blocks_of([5, 5, 5, 1])))
+    rows.keep([0, 5, 0, 0])
+    rows.check(rows.feed(blocks_of([3, 3, 3, 3], 1)))
+
+
 def test_rows_leave_and_join(one_of_a_kind: HFTarget) -> None:
     target, rows = one_of_a_kind, Rows(one_of_a_kind, 3)
     rows.feed(blocks_of([12, 5, 8]))

@@ -57,9 +57,11 @@ def _stacked(layers: list[LinearAttentionLayer]) -> LinearAttentionLayer:
     first = layers[0]
     made = LinearAttentionLayer(first.number_of_states)
     made.device, made.dtype = first.device, first.dtype
-    for name in (*STATE_FLAGS, "conv_kernel_size"):
+    for name in STATE_FLAGS:
         assert all(getattr(layer, name) == getattr(first, name) for layer in layers)
         setattr(made, name, dict(getattr(first, name)))
+    for layer in layers:  # rows that were taken back to nothing know it, new ones do not
+        made.conv_kernel_size.update({i: size for i, size in layer.conv_kernel_size.items() if size is not None})
     for name in STATES:
         of_layers = [getattr(layer, name) for layer in layers]
         setattr(made, name, {
