@@ -35,6 +35,7 @@ BEGIN, END = "<!-- rollback:begin -->", "<!-- rollback:end -->"
 RESULT = "rollback.json"
 NUM_ROUNDS, WIDTH, NUM_PROMPT, SEED = 200, 6, 9, 0
 MAX_LENGTH = 2048
+_COUNTER = "a counter is moved back"
 _MAX_PARAMETERS = 3_000_000  # of a model of ``others``
 DTYPES = ("float64", "float32")
 _FUSED: dict[str, dict[str, Any]] = {
@@ -196,7 +197,7 @@ def method(target: Any) -> str:
         return "each state is summed anew from the tape of its writes"
     mixers = target._mixers if isinstance(target, HFTarget) else None
     if mixers is None:
-        return "a counter is moved back"
+        return _COUNTER
     if not mixers.can_repeat:
         return "cache layers of its own class are put back, the kept part is run again whole"
     num_deltas = len(mixers.deltas)
@@ -349,7 +350,8 @@ def _standing(found: Mapping[str, Any]) -> str:
     from blockdraft.config import PROVEN_RECURRENT_MODEL_TYPES, REFUSED_RECURRENT_MODEL_TYPES
     from blockdraft.config.pairing import _RECURRENT_MODEL_TYPES
 
-    tried = _RECURRENT_MODEL_TYPES - PROVEN_RECURRENT_MODEL_TYPES - REFUSED_RECURRENT_MODEL_TYPES
+    measured = {entry["family"] for entry in found["families"] if entry["method"] != _COUNTER}
+    tried = (_RECURRENT_MODEL_TYPES | measured) - PROVEN_RECURRENT_MODEL_TYPES - REFUSED_RECURRENT_MODEL_TYPES
     rows = [
         ["proven", _names(PROVEN_RECURRENT_MODEL_TYPES), "the table below and the tests, with transformers 5.24"],
         ["self-tested at load", _names(tried) + ", and any that is not named here", "what the self-test finds"],
@@ -358,7 +360,7 @@ def _standing(found: Mapping[str, Any]) -> str:
     for family in sorted(REFUSED_RECURRENT_MODEL_TYPES):
         reasons.setdefault(_reason(found["refused"][family]), []).append(family)
     rows += [["refused", _names(families), reason] for reason, families in reasons.items()]
-    return _table(["families with recurrent or convolution state", "`model_type`", "why"], rows)
+    return _table(["families that hold more than keys and values", "`model_type`", "why"], rows)
 
 
 def _reason(seen: Mapping[str, Any]) -> str:
