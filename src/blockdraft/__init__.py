@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from blockdraft.accept import SamplingParams
     from blockdraft.config import DraftConfig
     from blockdraft.draft import DraftModel
-    from blockdraft.engine import Completion, Engine, Request, load
+    from blockdraft.engine import Completion, Engine, Request
+    from blockdraft.engine.load import load
 
 __version__ = "0.1.0"
 
