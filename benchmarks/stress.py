@@ -33,6 +33,7 @@ from blockdraft.config import ConvConfig, DraftConfig, GqaConfig, LayerConfig, R
 from blockdraft.draft import DraftModel, Proposal
 from blockdraft.engine import Completion, Engine, Request, Ticket
 from blockdraft.engine.scheduler import AGEING_STEPS
+from blockdraft.engine.width import FixedWidth
 from blockdraft.targets import HFTarget, Target
 from blockdraft.targets.fused import FusedTarget
 from blockdraft.targets.model_facts import facts_of
@@ -144,7 +145,7 @@ def tiny_draft(target: Target, model: Any) -> WeatherDraft:
     return draft.double().eval().requires_grad_(False)
 
 
-class RandomWidth:
+class RandomWidth(FixedWidth):
     """Another width for every row at every step, 1 included; rows whose width is fixed have theirs."""
 
     def __init__(self, seed: int) -> None:
@@ -155,9 +156,6 @@ class RandomWidth:
             limit if row.has_fixed_width else self._random.choice((1, 1, self._random.randint(1, limit), limit))
             for row, limit in zip(rows, most, strict=True)
         ]
-
-    def record(self, *_args: Any) -> None:
-        pass
 
 
 class CountedTarget:

@@ -186,6 +186,19 @@ def test_kept_prefixes_make_room_for_a_request(model: Any) -> None:
         assert stats.reserved_bytes + stats.prefix_bytes <= need and stats.num_prefixes == 1
 
 
+def test_room_is_made_of_other_states_than_those_that_the_request_begins_with(model: Any) -> None:
+    first, other = SYSTEM, [9, *SYSTEM[1:]]
+    engine = made(model)
+    one(engine, first)
+    size = engine.stats().prefix_bytes
+    need = engine.bytes_needed(Request(prompt_ids=SYSTEM, max_new_tokens=20))
+    engine = made(model, memory_limit=need + size)
+    one(engine, first)
+    one(engine, other)
+    assert engine.stats().num_prefixes == 2
+    assert one(engine, first).stats.num_cached_prompt_tokens == len(SYSTEM) - 1  # the older one
+
+
 def test_a_broken_request_leaves_nothing_and_clearing_lets_go(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = made(model)
     real = engine.target.forward

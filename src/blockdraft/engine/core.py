@@ -293,7 +293,10 @@ class Engine:
         free = self.memory_limit - self._reserved_bytes
         if need > free:
             return False
-        self._prefixes.shrink(free - need)
+        if free - need < self._prefixes.num_bytes:
+            wants_draft = self.draft is not None and ticket.request.speculate is not False
+            self._prefixes.renew(ticket.request.prompt_ids, wants_draft=wants_draft)
+            self._prefixes.shrink(free - need)
         ticket.num_reserved_bytes = need
         return True
 

@@ -67,7 +67,9 @@ class PrefixCache:
         The prompt's last token is never among them: it has to be fed for the row's first token.
         """
         wants_draft = self._draft is not None and row.speculation_reason is None
-        found, length = self._longest(row, running, wants_draft) if self.max_bytes else (None, 0)
+        self.num_lookups += 1
+        running_too = (_running(other) for other in running if other.num_fed >= _MIN_LENGTH)
+        found, length = self._longest(row.request.prompt_ids, wants_draft, running_too)
         if found is None:
             row.target_row = self._target.new_row()
             row.draft_cache = self._draft.new_cache() if self._draft is not None and wants_draft else None
@@ -83,15 +85,24 @@ class PrefixCache:
             self._touch(found)
         return length
 
-    def _longest(self, row: RunningRow, running: Iterable[RunningRow], wants_draft: bool) -> tuple[_Kept | None, int]:
-        self.num_lookups += 1
-        wanted = _as_bytes(row.ids[: row.num_prompt - 1])
+    def renew(self, prompt_ids: Sequence[int], *, wants_draft: bool) -> None:
+        """Count the states that a prompt would begin with as used now, so that others go before them."""
+        found, _ = self._longest(prompt_ids, wants_draft)
+        if found is not None:
+            self._touch(found)
+
+    def _longest(
+        self, prompt_ids: Sequence[int], wants_draft: bool, more: Iterable[_Kept] = ()
+    ) -> tuple[_Kept | None, int]:
+        """The states, kept or given, that hold the most of a prompt but its last token, and how much; None, 0: none."""
         best, longest = None, _MIN_LENGTH - 1
-        for kept in [*self._kept, *(_running(other) for other in running if other.num_fed > longest)]:
-            length = self._usable(kept, wanted, wants_draft)
-            if length > longest:
-                best, longest = kept, length
-        return best, longest
+        if self.max_bytes:
+            wanted = _as_bytes(prompt_ids[:-1])
+            for kept in (*self._kept, *more):
+                length = self._usable(kept, wanted, wants_draft)
+                if length > longest:
+                    best, longest = kept, length
+        return best, longest if best else 0
 
     def _usable(self, kept: _Kept, wanted: bytes, wants_draft: bool) -> int:
         """How many positions of these states a row that begins with ``wanted`` can have; 0 for none."""
