@@ -34,8 +34,8 @@ class Course:
     shapes: Mapping[str, Shape]
     lessons: Mapping[str, Lesson]
     pairs: Sequence[drafting.Pair] = drafting.PAIRS
-    num_taught: int = 60
-    num_drafted: int = 150
+    num_taught: int = 20
+    num_drafted: int = 80
     num_prompts: int = 24
     max_new_tokens: int = 320
     width: int = 8
@@ -51,8 +51,8 @@ FULL = Course(
         ),
     },
     lessons={
-        "qwen3_5": Lesson(num_steps=300, sequences_per_step=4, length=256, learning_rate=3e-3),
-        "kimi_k3": Lesson(num_steps=350, sequences_per_step=4, length=128, learning_rate=3e-3),
+        "qwen3_5": Lesson(num_steps=200, sequences_per_step=4, length=128, learning_rate=3e-3),
+        "kimi_k3": Lesson(num_steps=200, sequences_per_step=4, length=128, learning_rate=3e-3),
     },
 )
 
