@@ -5,8 +5,10 @@
 
 One process. A cell is a set of prompts, a batch size and a drafter: the built-in one, or one of the same shape with
 random weights. In a cell every mode serves the same requests, in rotated order, --repeats times; ratios are those of
-runs of the same repeat. Every adaptive run begins with a fresh policy that knows the measured costs and what the
-draft's record says, and nothing of the text. The set `copy` asks for text of the prompt again.
+runs of the same repeat. Only steps count in which the whole batch decodes and nothing else is done: at the ends of a
+run fewer rows are left, and other ones in every mode. Every adaptive run begins with a fresh policy that knows the
+measured costs and what the draft's record says, and nothing of the text. The set `copy` asks for text of the prompt
+again.
 """
 
 from __future__ import annotations
@@ -25,13 +27,16 @@ from blockdraft.errors import ConfigError
 
 if TYPE_CHECKING:
     from blockdraft.engine import Engine
+    from blockdraft.engine.row import RunningRow
+    from blockdraft.engine.times import StepTimes
+    from blockdraft.engine.width import WidthPolicy
 
 RESULT = "adaptive.json"
 BATCHES = [1, 2, 4, 8, 16, 32]
 WIDTHS = [3, 5, 8]
 SETS = ("gsm8k", "mtbench", "copy")
 DRAFTS = ("own", "random")
-LEAST_REQUESTS = 6  # of a cell, so that small batches serve more than one round
+LEAST_REQUESTS, ROUNDS = 6, 2  # requests of a cell: so many, and so many for each row of the batch
 ADAPTIVE = "adaptive"
 RANDOM_SEED = 7
 COPY = "Repeat the following text word for word, and nothing else.\n\n{}"
@@ -74,7 +79,8 @@ def measure(options: argparse.Namespace) -> int:
     result = {
         "what": "decoding with fixed widths and with the adaptive one, against plain decoding by the same engine",
         "formulas": {
-            "tok_per_s": "sum max(C - 1, 0) / sum decode_s of the requests: prompts are not timed",
+            "tok_per_s": "tokens committed in steps in which all rows of the batch decode and no prompt is fed / "
+            "seconds of these steps",
             "ratio": "tok_per_s of the mode / that of plain in the same repeat; median, and all of them",
             "of_best_fixed": "median ratio of adaptive / the highest median ratio of plain and the fixed widths",
         },
@@ -91,7 +97,7 @@ def _key(name: str, draft: str, batch: int) -> tuple[str, str]:
 
 
 def prompts_of(options: argparse.Namespace, name: str, batch: int) -> list[common.Prompt]:
-    count = max(batch, LEAST_REQUESTS)
+    count = max(ROUNDS * batch, LEAST_REQUESTS)
     count = min(count, options.limit or count)
     if name != "copy":
         return common.load_prompts(options.data, name, count)
@@ -158,7 +164,8 @@ class _Bench:
         assert engine.tokenizer is not None and engine.draft is not None
         width = int(mode[1:]) if mode.startswith("w") else None
         policy = AdaptiveWidth(StepCosts(self.costs), num_positions=engine.draft.config.max_width - 1, prior=self.prior)
-        engine.width_policy = policy if mode == ADAPTIVE else FixedWidth()
+        watch = _Watch(policy if mode == ADAPTIVE else FixedWidth(), batch)
+        engine.width_policy = watch
         engine.max_rows = batch
         asked = [
             Request(
@@ -175,8 +182,28 @@ class _Bench:
         return {
             "ids": [list(one.token_ids) for one in done],
             "stats": [one.stats.to_json() for one in done],
+            "num_tokens": watch.num_tokens,
+            "seconds": watch.seconds,
+            "num_steps": watch.num_steps,
             "policy": asdict(policy.report()) if mode == ADAPTIVE else None,
         }
+
+
+class _Watch:
+    """A policy that counts what the steps of full batches gave, and leaves the choice to another."""
+
+    def __init__(self, policy: WidthPolicy, batch: int) -> None:
+        self.choose, self.offers, self._policy, self._batch = policy.choose, policy.offers, policy, batch
+        self.num_tokens, self.seconds, self.num_steps = 0, 0.0, 0
+
+    def record(
+        self, rows: Sequence[RunningRow], widths: Sequence[int], num_accepted: Sequence[int], times: StepTimes
+    ) -> None:
+        self._policy.record(rows, widths, num_accepted, times)
+        if len(rows) == self._batch and not times.num_prefilled:
+            self.num_tokens += sum(num_accepted) + len(rows)
+            self.seconds += times.total_s
+            self.num_steps += 1
 
 
 def _with_random_draft(engine: Engine) -> Engine:
@@ -235,10 +262,11 @@ def _entry(options: argparse.Namespace, record: Mapping[str, Any], name: str, dr
 
 
 def _rate(run: Mapping[str, Any]) -> float:
-    rate = st.decode_tok_per_s([st.RequestStats.from_json(one) for one in run["stats"]])
-    if rate is None:
-        raise ConfigError("a run took no time to decode: give it more --max-new-tokens")
-    return rate
+    if not run["seconds"]:
+        raise ConfigError(
+            "no step of a run had the whole batch in it: give it more --max-new-tokens, or a larger --limit"
+        )
+    return float(run["num_tokens"] / run["seconds"])
 
 
 if __name__ == "__main__":

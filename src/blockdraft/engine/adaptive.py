@@ -39,8 +39,10 @@ STAY = 0.01  # predicted loss at which it ends
 TRUSTED_STEPS = 8  # with drafting, after which half of the table's stated error is forgotten
 GAIN_RATE = 0.05  # of the running mean of gains, per step
 HORIZON_STEPS = 32.0  # over which the cost of catching up is counted
+MOST_LOST_STEPS = 4.0  # that are remembered
 PROBE_SHARE = 0.005  # of all time, for probes and audits together
 FIRST_BUDGET_STEPS = 0.5  # what the budget begins with, in plain steps
+LOST_WEIGHT = 0.15  # gain that must be promised for each plain step that speculation has lost, per root of the rows
 PROBE_WIDTH = 3
 FIRST_PROBE_STEPS, LAST_PROBE_STEPS = 8, 512  # pause between two probes of a row, doubled while they find nothing
 AUDIT_STEPS = 64  # at least, between two plain steps that check whether speculation still pays
@@ -143,7 +145,8 @@ class AdaptiveWidth:
         self._step = 0
         self._is_on = False
         self._gain = 1.0  # of the choices of late over plain decoding, predicted
-        self._budget_s: float | None = None
+        self._budget_s: float | None = None  # for probes and audits
+        self._won_s = 0.0  # by speculation against plain decoding, of late
         self._total_s = self._spent_s = 0.0
         self._last_audit = 0
         self._plan: _Plan | None = None
@@ -169,6 +172,7 @@ class AdaptiveWidth:
         plan = self._best(rows, states, most)
         if self._budget_s is None:
             self._budget_s = FIRST_BUDGET_STEPS * len(rows) / plan.plain_rate
+            self._won_s = self._stake_s(len(rows), plan.plain_rate)
         if plan.kind == "speculate":
             plan = self._audited(rows, most, plan)
         if any(width == 1 < limit for width, limit in zip(plan.widths, most, strict=True)):
@@ -232,7 +236,8 @@ class AdaptiveWidth:
             if worth > best:
                 best, best_count, best_tokens, best_s = worth, count, gained, seconds + table[extra]
         gain = best - (tokens - rate * plain_s)
-        self._is_on = gain > tokens * (-STAY if self._is_on else self._margin)
+        needed = -STAY if self._is_on else self._margin
+        self._is_on = gain > tokens * (needed + self._lost_share(num_rows, plain_s))
         best_rate = best_tokens / best_s if pieces else 0.0
         if not self._is_on:
             self._learn_gain(1.0)
@@ -248,6 +253,16 @@ class AdaptiveWidth:
         """Gain that must be promised: more while the table is believed, less once speculative steps were timed."""
         doubt = self.costs.model.error or 0.0
         return MARGIN + doubt * TRUSTED_STEPS / (TRUSTED_STEPS + self._num_drafted)
+
+    def _lost_share(self, num_rows: int, plain_s: float) -> float:
+        """More gain that must be promised while speculation has lost more than its stake."""
+        return LOST_WEIGHT * math.sqrt(num_rows) * max(-self._won_s, 0.0) / plain_s
+
+    @staticmethod
+    def _stake_s(num_rows: int, plain_rate: float) -> float:
+        """What speculation may lose before it must promise more: a plain step, and more for few rows, whose luck
+        varies more."""
+        return (1.0 + 2.0 / num_rows) * num_rows / plain_rate
 
     def _learn_gain(self, gain: float) -> None:
         self._gain += max(GAIN_RATE, 1.0 / self._step) * (gain - self._gain)
@@ -399,7 +414,7 @@ class AdaptiveWidth:
         if plan is None or times.num_prefilled or not rows:
             return
         self._total_s += seconds
-        self._budget_s = min(self._left_s + PROBE_SHARE * seconds / self.costs.level, 2.0 * plan.seconds)
+        self._settle(plan, sum(num_accepted) + len(rows), len(rows), seconds / self.costs.level)
         self._expected[0] += plan.tokens
         self._expected[1] += plan.seconds * self.costs.level
         self._measured[0] += sum(num_accepted) + len(rows)
@@ -418,6 +433,18 @@ class AdaptiveWidth:
                 propose_s=times.propose_s,
             )
         )
+
+    def _settle(self, plan: _Plan, num_tokens: int, num_rows: int, seconds: float) -> None:
+        """Pay into the budget of probes, and book what speculation won or lost against plain decoding."""
+        paid_s = PROBE_SHARE * seconds
+        self._budget_s = min(self._left_s + paid_s, 2.0 * plan.seconds)
+        plain_step_s = num_rows / plan.plain_rate
+        won_s = paid_s
+        if plan.kind == "speculate":
+            spent_s = min(max(seconds, 0.8 * plan.seconds), 1.25 * plan.seconds)  # the rest is the machine's
+            won_s += max(num_tokens / plan.plain_rate - spent_s, -plain_step_s)
+        least_s, most_s = -MOST_LOST_STEPS * plain_step_s, self._stake_s(num_rows, plan.plain_rate)
+        self._won_s = min(max(self._won_s + won_s, least_s), most_s)
 
     # ---- explanations ------------------------------------------------------------------------------------------------
     def report(self) -> WidthReport:
