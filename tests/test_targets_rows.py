@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -214,8 +216,19 @@ def test_closed_the_model_is_as_it_was(family: str) -> None:
     again.check(again.feed(blocks_of([3, 1], 1)))
     two.close()
     assert model.config._attn_implementation == before
-    assert not any("forward" in vars(module) for module in model.modules())
+    assert not any("forward" in vars(module) or "_blockdraft_hold" in vars(module) for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_that_nobody_closed_goes_with_its_target() -> None:
+    target = HFTarget(tiny_hybrid("qwen3_next"))
+    rows = Rows(target, 2)
+    rows.feed(blocks_of([5, 3]))
+    assert target.way == "attention"
+    model = weakref.ref(target._model)
+    del target, rows
+    gc.collect()
+    assert model() is None
 
 
 def test_a_pass_that_says_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,7 @@ once. What looks back is done apart: keys and values are written into each row's
 row attends by itself under the mask that the model makes for it, and modules that move states run once for all rows
 with as many new positions, their states stacked. Where a model's attention cannot be split inside, its modules run row
 by row; where that fails too, there is no such pass.
-Owns one pass, the taking over of the modules for it, and the trial that decides. Must not know families, taps or
-requests.
+Owns one pass and the taking over of the modules for it. Must not know families, taps or requests.
 
 Shapes: F new positions of all rows, T of one row, S positions that a row sees, K kv heads, H heads, A head width.
 """
@@ -18,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -213,16 +212,19 @@ class Joint:
         elif "attention_mask" in kwargs:
             kwargs = {**kwargs, "attention_mask": self._masks(kwargs["attention_mask"])}
         outs = []
-        for index, part in enumerate(self.parts):
-            of_row = lambda x, index=index, part=part: part.cache if x is self.cache else self._of_row(x, index, part)  # noqa: E731
+        for index in range(len(self.parts)):
+            of_row = partial(self._of_row, index)
             outs.append(plain(*map(of_row, args), **{name: of_row(x) for name, x in kwargs.items()}))
         return outs
 
-    def _of_row(self, given: Any, index: int, part: Part) -> Any:
+    def _of_row(self, index: int, given: Any) -> Any:
+        part = self.parts[index]
+        if given is self.cache:
+            return part.cache
         if isinstance(given, OfRows):
             return given[index]
         if type(given) in (tuple, list):
-            return type(given)(self._of_row(x, index, part) for x in given)
+            return type(given)(self._of_row(index, x) for x in given)
         if not isinstance(given, Tensor):
             return given
         num_past = sum(self.pasts)
@@ -235,7 +237,7 @@ class Joint:
         assert self._mixers is not None
         outs: list[Any] = [None] * len(self.parts)
         for group in self._groups:
-            of_group = lambda x, group=group: group.cache if x is self.cache else self._of_group(x, group)  # noqa: E731
+            of_group = partial(self._of_group, group)
             given = [of_group(x) for x in args], {name: of_group(x) for name, x in kwargs.items()}
             calls: list[Any] = []
             undos = [self.parts[index].undo for index in group.indices]
@@ -253,11 +255,13 @@ class Joint:
                     undo.note(call.of_row(number, len(group.indices), self.parts[index].cache))
         return outs
 
-    def _of_group(self, given: Any, group: _Group) -> Any:
+    def _of_group(self, group: _Group, given: Any) -> Any:
+        if given is self.cache:
+            return group.cache
         if isinstance(given, OfRows):
             raise NotImplementedError("one thing for each row, given to a module that moves states")
         if type(given) in (tuple, list):
-            return type(given)(self._of_group(x, group) for x in given)
+            return type(given)(self._of_group(group, x) for x in given)
         if not isinstance(given, Tensor) or given.dim() == 0:
             return given
         if given.dim() < 2 or given.shape[:2] != (1, self.num_fed):
@@ -319,13 +323,13 @@ def masks_of_rows(make: Callable[..., Any]) -> Callable[..., Any]:
 # ---- taking over the modules of a model ------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _Hold:
-    """What was changed in a model, for as many targets as need it."""
+    """What was changed in a model, for as many targets as need it. It lies in the model itself, to go with it."""
 
     put_back: list[Callable[[], None]]
     num_users: int = 1
 
 
-_held: WeakKeyDictionary[nn.Module, _Hold] = WeakKeyDictionary()
+_HOLD = "_blockdraft_hold"
 
 
 def take_over(
@@ -336,19 +340,19 @@ def take_over(
     Outside of a pass of many rows the model does what it did. Targets on one model share it: what the first one did
     is undone when the last one lets go.
     """
-    hold = _held.get(model)
-    if hold is not None:
-        hold.num_users += 1
+    if _HOLD in vars(model):
+        vars(model)[_HOLD].num_users += 1
     else:
         undo = also()
-        hold = _held[model] = _Hold([*map(_take_over, modules), *([undo] if undo else [])])
+        vars(model)[_HOLD] = _Hold([*map(_take_over, modules), *([undo] if undo else [])])
+    hold: _Hold = vars(model)[_HOLD]
 
     def let_go() -> None:
         hold.num_users -= 1
         if not hold.num_users:
             for put_back in hold.put_back:
                 put_back()
-            del _held[model]
+            del vars(model)[_HOLD]
 
     return let_go
 
