@@ -36,6 +36,29 @@ def test_same_result(bias: bool, dtype: torch.dtype, limit: float, shape: tuple[
     torch.testing.assert_close(got, want, atol=limit, rtol=limit)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("rows", [1, 8, 70])
+def test_what_is_done_to_the_product(bias: bool, dtype: torch.dtype, limit: float, rows: int) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 40, bias=bias).to(dtype)
+    if not can_pack(linear):
+        pytest.skip("no bfloat16 kernels on this machine")
+    packed = PackedLinear(linear, rows_hint=8)
+    x, other = torch.randn(rows, 2 * 96).to(dtype)[:, :96], torch.randn(rows, 40).to(dtype)
+    kept = other.clone()
+    with torch.no_grad():
+        plain = linear.double()(x.double())
+        for got, want in (
+            (packed.plus(x, other), plain + other.double()),
+            (packed.times(x, other), plain * other.double()),
+            (packed.silu(x), nn.functional.silu(plain)),
+        ):
+            assert got.dtype == dtype
+            torch.testing.assert_close(got.double(), want, atol=limit, rtol=limit)
+    assert torch.equal(other, kept)
+
+
 def test_non_contiguous_input() -> None:
     linear = nn.Linear(24, 10)
     packed = PackedLinear(linear, rows_hint=8)

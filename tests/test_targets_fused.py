@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from blockdraft.errors import PairError
 from blockdraft.targets import HFTarget
 from blockdraft.targets.fused import FusedTarget
+from blockdraft.targets.fused.attention import capacity
+from blockdraft.targets.fused.weights import Norm
 from tiny_targets import random_ids, tiny_model
 
 TAPS = (0, 2, 3)
 
 
-def make(family: str = "llama", **changes: object) -> FusedTarget:
-    model = tiny_model(family, **changes)
-    return FusedTarget(model, HFTarget(model).facts, TAPS, pack=False)
+def make(*, dtype: torch.dtype = torch.float64, pack: bool = False, **changes: object) -> FusedTarget:
+    model = tiny_model("llama", **changes).to(dtype)
+    return FusedTarget(model, HFTarget(model).facts, TAPS, pack=pack)
 
 
 def fresh(target: FusedTarget, ids: Tensor) -> Tensor:
@@ -57,10 +61,78 @@ def test_what_cannot_be_copied_is_named() -> None:
     row = target.new_row()
     target.forward([random_ids(3)], [row])
     for length in (-1, 4):
-        with pytest.raises(ValueError, match=f"cannot copy {length} positions of a row that has 3"):
+        with pytest.raises(ValueError, match=f"cannot copy {length} positions: the row has 3"):
             target.copy(row, length)
     with pytest.raises(ValueError, match="another target"):
         make().copy(row)
     target.free(row)
     with pytest.raises(ValueError, match="freed"):
         target.copy(row)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_packed_weights_and_half_precision_are_off_by_rounding_only(dtype: torch.dtype, limit: float) -> None:
+    exact, packed = make(), make(dtype=dtype, pack=True)
+    texts, more = [random_ids(n, n) for n in (40, 3, 17)], [random_ids(n, 50 + n) for n in (1, 8, 1)]
+    rows = [packed.new_row() for _ in texts]
+    packed.forward(texts, rows, num_logits=0)
+    for text, end, one in zip(texts, more, packed.forward(more, rows), strict=True):
+        want = fresh(exact, torch.cat([text, end]))[-len(end) :]
+        assert one.logits_TV.dtype == dtype
+        assert float((one.logits_TV.double() - want).norm() / want.norm()) < limit
+
+
+def test_rows_of_all_lengths_in_one_forward_in_any_order() -> None:
+    """One position, blocks, a prompt's first chunk and a later one: each path of attention beside the others."""
+    target = make(max_position_embeddings=256)
+    before, lengths = [5, 0, 60, 0, 1, 33, 9], [1, 40, 50, 8, 1, 33, 8]
+    texts = [random_ids(n + m, n + m) for n, m in zip(before, lengths, strict=True)]
+    rows = [target.new_row() for _ in texts]
+    for row, text, n in zip(rows, texts, before, strict=True):
+        if n:
+            target.forward([text[:n]], [row])
+    ends = [text[n:] for text, n in zip(texts, before, strict=True)]
+    for text, m, one in zip(texts, lengths, target.forward(ends, rows, num_logits=4), strict=True):
+        same(one.logits_TV, fresh(target, text)[-min(m, 4) :])
+        assert one.taps_TNE.shape[0] == m
+    assert [row.num_positions for row in rows] == [len(text) for text in texts]
+
+
+def test_a_row_holds_what_the_formula_says() -> None:
+    target = make(max_position_embeddings=4096)
+    row, per_position = target.new_row(), 4 * 2 * 2 * 8 * 8  # layers, keys and values, kv heads, width, float64
+    assert row.num_bytes == 0
+    target.forward([random_ids(3000)], [row], num_logits=0)
+    assert row.num_bytes == per_position * capacity(3000) <= per_position * 3000 * 1.07
+    room = row.num_bytes
+    for step in range(40):
+        target.forward([random_ids(7, step)], [row], num_logits=0)
+        at = row.num_positions
+        assert row.num_bytes == (per_position * capacity(3189) if at > capacity(3000) else room)
+    assert at > capacity(3000) == 3187
+    assert target.copy(row, 100).num_bytes == per_position * capacity(100) == per_position * 164
+    target.free(row)
+    assert row.num_bytes == 0
+
+
+def test_a_model_that_computes_something_else_is_refused() -> None:
+    model = tiny_model("llama")
+    facts = HFTarget(model).facts
+    FusedTarget(model, facts, TAPS, pack=False)
+    model.model.layers[1].mlp.act_fn = nn.Tanh()
+    with pytest.raises(PairError, match=r"is off by .*fused=False"):
+        FusedTarget(model, facts, TAPS, pack=False)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_the_norm_is_the_root_mean_square_also_of_lopsided_rows(scale: float) -> None:
+    x = torch.randn(5, 33, dtype=torch.float64) * scale
+    x[1] += 30 * scale
+    x[2, 4] = 1e3 * scale
+    weight = torch.randn(33, dtype=torch.float64)
+    for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        x_low, weight_low = x.to(dtype), weight.to(dtype)
+        want = F.rms_norm(x_low.double(), (33,), weight_low.double(), 1e-5)
+        got = Norm(weight_low, 1e-5)(x_low)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, atol=limit, rtol=limit)

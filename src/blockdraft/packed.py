@@ -46,6 +46,22 @@ class PackedLinear(nn.Module):
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return result
 
+    # What follows is done to the product before it is rounded and written; there is no gradient here either.
+    def silu(self, x: Tensor) -> Tensor:
+        """SiLU of the layer's result."""
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "swish", [], "")
+        return result
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """The layer's result plus ``other``, which has its shape."""
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._packed, self.bias, "add")
+        return result
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """The layer's result times ``other``, which has its shape, element by element."""
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._packed, self.bias, "mul")
+        return result
+
     def extra_repr(self) -> str:
         shape = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{shape}, bias={self.bias is not None}, dtype={self.dtype}"

@@ -1,0 +1,123 @@
+"""The weights of one decoder layer in the form in which they are multiplied: few matrices, residuals added inside.
+
+Letters: F rows, E target width, H query heads, K kv heads, A head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockdraft.packed import PackedLinear, can_pack
+
+__all__ = ["Layer", "Matrix", "Norm", "fused_layer", "matrix"]
+
+_ROWS_HINT = 16  # the layout that oneDNN makes for it is the fastest or close to it from 1 row to 256
+
+
+class Matrix(Protocol):
+    """One linear layer, and what may be done to its result before it is written."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """The result plus ``other``."""
+        ...
+
+    def silu(self, x: Tensor) -> Tensor:
+        """SiLU of the result."""
+        ...
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """The result times ``other``, element by element."""
+        ...
+
+
+class PlainMatrix:
+    """A matrix as it is stored, on any device."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self.weight, self.bias = linear.weight.detach(), linear.bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return other + self(x)
+
+    def silu(self, x: Tensor) -> Tensor:
+        return F.silu(self(x))
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        return self(x) * other
+
+
+class Norm:
+    """Root-mean-square norm of the last axis, computed in float32 at least."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight.detach(), eps
+        self._twice = torch.cat((self.weight, self.weight)) if weight.device.type == "cpu" else None
+
+    def __call__(self, x_FE: Tensor) -> Tensor:
+        if self._twice is None:
+            return F.rms_norm(x_FE, self.weight.shape, self.weight, self.eps)
+        # On the CPU torch makes this norm of ten operations, and the layer norm of one. A vector followed by its
+        # negative has the mean 0, hence the variance mean(x^2): its layer norm is the norm wanted, twice.
+        both_FE = torch.cat((x_FE, -x_FE), dim=-1)
+        return F.layer_norm(both_FE, self._twice.shape, self._twice, None, self.eps)[..., : x_FE.shape[-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer. ``head_norm`` [H + K, A] multiplies normalised query and key heads, where there is."""
+
+    input_norm: Norm
+    qkv: Matrix
+    head_norm: Tensor | None
+    out: Matrix
+    mlp_norm: Norm
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+
+    def mlp(self, x_FE: Tensor) -> Tensor:
+        """x_FE with the MLP's result added."""
+        u_FE = self.mlp_norm(x_FE)
+        return self.down.plus(self.up.times(u_FE, self.gate.silu(u_FE)), x_FE)
+
+
+def fused_layer(layer: Any, num_heads: int, num_kv: int, eps: float, *, pack: bool) -> Layer:
+    """The layer of a transformers model of one of the families."""
+    attention, mlp = layer.self_attn, layer.mlp
+    head_norm = None
+    if hasattr(attention, "q_norm"):
+        rows = [attention.q_norm.weight] * num_heads + [attention.k_norm.weight] * num_kv
+        head_norm = torch.stack([row.expand(attention.head_dim) for row in rows]).detach()
+    return Layer(
+        input_norm=Norm(layer.input_layernorm.weight, eps),
+        qkv=matrix([attention.q_proj, attention.k_proj, attention.v_proj], pack=pack),
+        head_norm=head_norm,
+        out=matrix([attention.o_proj], pack=pack),
+        mlp_norm=Norm(layer.post_attention_layernorm.weight, eps),
+        gate=matrix([mlp.gate_proj], pack=pack),
+        up=matrix([mlp.up_proj], pack=pack),
+        down=matrix([mlp.down_proj], pack=pack),
+    )
+
+
+def matrix(parts: Sequence[Any], *, pack: bool) -> Matrix:
+    """The parts below each other as one matrix, packed for the CPU where asked and possible."""
+    weight = torch.cat([part.weight.detach() for part in parts]) if len(parts) > 1 else parts[0].weight.detach()
+    has_bias = any(part.bias is not None for part in parts)
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if has_bias:
+        biases = [p.weight.new_zeros(p.weight.shape[0]) if p.bias is None else p.bias.detach() for p in parts]
+        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return PackedLinear(joined, rows_hint=_ROWS_HINT) if pack and can_pack(joined) else PlainMatrix(joined)
