@@ -1,6 +1,6 @@
 """What does one pass for several rows of a target of transformers save, against a pass for each of them?
 
-Random models with the mixers and attention of published ones and few layers (those of ``replay_cost``, and one with
+Random models with the mixers and attention of published ones and four layers (those of ``replay_cost``, and one with
 attention alone), float32. Per shape: seconds of a step (the block scored, half of it taken back) of 1, 4 and 8 rows,
 each with a context of its own length, for a block of --width ids a row and for one id a row. Both ways take turns on
 the same weights, so that whatever else runs on the machine meets both.
@@ -30,13 +30,16 @@ _ALL_SHAPES = {
     ATTENTION: {
         "hidden_size": 1024,
         "intermediate_size": 3072,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 4,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "use_sliding_window": False,
     },
-    **SHAPES,
+    **{
+        family: {**shape, "num_hidden_layers": 4, "layer_types": shape["layer_types"][:4]}
+        for family, shape in SHAPES.items()
+    },
 }
 
 
@@ -137,8 +140,8 @@ def written(text: str, found: Mapping[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--width", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--context", type=int, default=128, help="positions of the shortest row before the steps")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--context", type=int, default=64, help="positions of the shortest row before the steps")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--results", type=Path, default=session.ROOT / "results")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from blockdraft.targets.recurrent import Undo
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import rollback  # noqa: E402
+from benchmarks import rollback, rows  # noqa: E402
 from benchmarks.table import split  # noqa: E402
 
 from tiny_hybrids import FLOAT32_ONLY, TRIED  # noqa: E402
@@ -93,3 +94,36 @@ def test_another_number_in_the_document_is_found(found: dict[str, Any]) -> None:
     changed = json.loads(json.dumps(found))
     changed["families"][3]["float32"]["error"] *= 3
     assert rollback.written(text, changed) != text
+
+
+# ---- many rows in one pass -------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def timed() -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((ROOT / "results" / "rows.json").read_text("utf-8"))
+    return read
+
+
+def test_the_document_shows_what_one_pass_saves(timed: dict[str, Any]) -> None:
+    text = (ROOT / "docs" / "targets.md").read_text("utf-8")
+    assert rows.written(text, timed) == text, "run python -m benchmarks.rows --write docs/targets.md"
+    _, shown, _ = split(text, rows.BEGIN, rows.END)
+    for case in ("1 x 1", "4 x 1", "8 x 8"):
+        [line] = [line for line in shown.splitlines() if line.startswith(f"| {case} |")]
+        assert all(
+            f"{shape['steps'][case]['times_faster']['estimate']:.2f} [" in line for shape in timed["shapes"].values()
+        )
+
+
+def test_a_pass_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a small model: both ways run, and every case is there."""
+    monkeypatch.setattr(rows, "_ALL_SHAPES", {"qwen3": {"hidden_size": 32, "head_dim": 8, "num_hidden_layers": 2}})
+    seen = rows.measured("qwen3", argparse.Namespace(device="cpu", width=3, context=10, repeats=2))
+    assert seen["rows_part"] == "attention" and list(seen["steps"]) == [
+        "1 x 1",
+        "1 x 3",
+        "4 x 1",
+        "4 x 3",
+        "8 x 1",
+        "8 x 3",
+    ]
+    assert all(step[name]["estimate"] > 0 for step in seen["steps"].values() for name in step)
