@@ -216,45 +216,48 @@ def rows_of(target: Any) -> str:
     return {None: "one by one", "modules": "one pass, attention one by one"}.get(target.way, "one pass")
 
 
-def others() -> dict[str, dict[str, Any]]:
-    """What the self-test finds of every other causal language model of transformers, in float64.
+def others() -> list[str]:
+    """Every other family of causal language models of transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(families()))
+
+
+def examined(family: str) -> dict[str, Any]:
+    """What the self-test finds of a family, in float64; why it was left out, where it was.
 
     Left out are families whose model does not come out small from the settings of a tiny Llama.
     """
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from blockdraft.errors import BlockdraftError
     from blockdraft.targets import HFTarget
     from blockdraft.targets.selftest import examine
     from tiny_targets import tiny_config
 
-    found: dict[str, dict[str, Any]] = {}
-    for family in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(families())):
-        try:
-            config = tiny_config(family, max_position_embeddings=MAX_LENGTH)
-            config._experts_implementation = "eager"
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
-            if sum(parameter.numel() for parameter in model.parameters()) > _MAX_PARAMETERS:
-                continue
-            torch.manual_seed(SEED)
-            model = AutoModelForCausalLM.from_config(config).double().eval()
-        except Exception:  # its configuration needs more than that
-            continue
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.dim() > 1 and "A_log" not in name:
-                    parameter.normal_(std=0.1)
-        try:
-            target = HFTarget(model)
-        except (BlockdraftError, RuntimeError):  # no causal decoder; parts of it are in float32 whatever the model is
-            continue
+    try:
+        config = tiny_config(family, max_position_embeddings=MAX_LENGTH)
+        config._experts_implementation = "eager"
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        if sum(parameter.numel() for parameter in model.parameters()) > _MAX_PARAMETERS:
+            return {"left_out": "its other settings make it large"}
+        torch.manual_seed(SEED)
+        model = AutoModelForCausalLM.from_config(config).double().eval()
+    except Exception as fault:  # its configuration needs more than that
+        return {"left_out": f"its configuration needs more ({type(fault).__name__})"}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "A_log" not in name:
+                parameter.normal_(std=0.1)
+    try:
+        target = HFTarget(model)
         seen = examine(target)
-        found[family] = {"error": seen.error, "rounding": seen.noise, "mistake": seen.contrast, "rows": rows_of(target)}
-        target.close()
-        session.note(f"{family}: {seen.error:.0e}")
+    except (BlockdraftError, RuntimeError) as fault:  # no causal decoder; parts in float32 whatever the model is
+        return {"left_out": f"it does not run so ({type(fault).__name__})"}
+    found = {"error": seen.error, "rounding": seen.noise, "mistake": seen.contrast, "rows": rows_of(target)}
+    target.close()
     return found
 
 
@@ -315,16 +318,39 @@ def run(names: Iterable[str], num_rounds: int = NUM_ROUNDS) -> Iterable[dict[str
 
 
 def result(options: argparse.Namespace) -> dict[str, Any]:
-    settings = {"device": "cpu", "threads": options.threads, "dtype": " and ".join(DTYPES), "seed": SEED}
+    """All of it; what the work file holds already is not run again."""
+    settings = {
+        "device": "cpu",
+        "threads": options.threads,
+        "dtype": " and ".join(DTYPES),
+        "seed": SEED,
+        "rounds": NUM_ROUNDS,
+        "width": WIDTH,
+        "prompt": NUM_PROMPT,
+    }
     facts = session.run_facts(argparse.Namespace(device="cpu"))
+    work = common.Work.open(options.work / "rollback.jsonl", settings, facts)
+    for family in families():
+        if (family, "rounds") not in work.records:
+            [entry] = run([family])
+            work.append(family, "rounds", entry)
+    for family in others():
+        if (family, "self-test") not in work.records:
+            work.append(family, "self-test", examined(family))
+            session.note(f"{family}: {_without_key(work.records[family, 'self-test'])}")
+    seen = {family: _without_key(work.records[family, "self-test"]) for family in others()}
     return {
         "what": "worst difference of kept positions' logits from one forward over the kept text, of the largest logit",
-        "settings": {**settings, "rounds": NUM_ROUNDS, "width": WIDTH, "prompt": NUM_PROMPT},
-        "runs": [facts],
+        "settings": settings,
+        "runs": work.runs or [facts],
         "refused": refused(),
-        "families": list(run(families())),
-        "others": others(),
+        "families": [_without_key(work.records[family, "rounds"]) for family in families()],
+        "others": {family: found for family, found in seen.items() if "error" in found},
     }
+
+
+def _without_key(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in ("prompt", "mode")}
 
 
 # ---- the tables ----------------------------------------------------------------------------------------------------
@@ -432,6 +458,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--results", type=Path, default=session.ROOT / "results")
+    parser.add_argument(
+        "--work", type=Path, default=session.ROOT / "benchmarks" / "work", help="folder of the work file"
+    )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write", type=Path, metavar="FILE")
     action.add_argument("--check", type=Path, metavar="FILE")

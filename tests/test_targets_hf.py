@@ -194,6 +194,22 @@ def test_num_logits_keeps_the_last_positions(target: HFTarget) -> None:
         assert scored.logits_TV.dtype == target.dtype
 
 
+def test_num_logits_of_a_model_that_gives_them_all_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    plain = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda *args, cache=None, logits_to_keep=0, **kwargs: plain(*args, cache=cache, **kwargs)
+    )
+    target, ids = HFTarget(model, TAPS), random_ids(12)
+    logits_TV, _ = fresh(target, ids)
+    for count in (0, 1, 5, 12, 20):
+        (scored,) = target.forward([ids], [target.new_row()], num_logits=count)
+        same(scored.logits_TV, logits_TV[12 - min(count, 12) :])
+        for one in target.forward([ids, ids], [target.new_row(), target.new_row()], num_logits=count):
+            same(one.logits_TV, logits_TV[12 - min(count, 12) :])
+    target.close()
+
+
 def test_embed_and_logits_are_the_bare_matrices(target: HFTarget) -> None:
     ids = torch.tensor([[3, 4], [5, 6]])
     weight = target._model.get_input_embeddings().weight

@@ -281,7 +281,10 @@ class HFTarget:
             self._decoder(input_ids=ids_1T, **kwargs)
             return None
         output = self._model(input_ids=ids_1T, logits_to_keep=0 if wanted is None else wanted, **kwargs)
-        return cast(Tensor, output.logits)
+        logits_1TV = cast(Tensor, output.logits)
+        if isinstance(wanted, Tensor):  # of old families, which give those of all positions whatever is asked
+            return logits_1TV if logits_1TV.shape[1] == len(wanted) else logits_1TV[:, wanted]
+        return logits_1TV if wanted is None else logits_1TV[:, -wanted:]
 
     def _found_way(self) -> Way | None:
         seen = self._watched()
