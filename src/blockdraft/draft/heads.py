@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from blockdraft.config import SelectorConfig
 
-__all__ = ["CandidateLists", "CandidateSelector", "FullLaw", "Proposal", "Table", "top_candidates", "walk"]
+__all__ = ["CandidateLists", "CandidateSelector", "FullLaw", "Proposal", "Table", "top_candidates", "uniform", "walk"]
 
 _CHUNK = 64
 
@@ -146,33 +146,62 @@ def _places_of_largest(x_GN: Tensor, count: int) -> Tensor:
     return is_kept.nonzero()[:, 1].view(-1, count)
 
 
-def walk(
-    scores_GPM: Tensor, ids_GM: Tensor, temperature: float, generator: torch.Generator | None
-) -> tuple[list[int], Tensor | None]:
-    """The path through the lattice as one candidate index per position, and q_GM along it (None: greedy).
+def uniform(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """``count`` numbers of [0, 1): all that a block's draws need, whatever becomes of the block."""
+    source = "cpu" if generator is None else generator.device
+    return torch.rand(count, dtype=torch.float64, generator=generator, device=source).to(device)
 
-    ``scores_GPM[g, p, m]`` scores candidate m of position g after candidate p of position g - 1; position 0
-    has the anchor as its only predecessor, in every column. Temperature 0 takes the first best candidate at
-    each position; above it, each is drawn from softmax(score / temperature) by inverting its distribution
-    function.
+
+def walk(
+    scores_KPM: Tensor,
+    counts: Sequence[int],
+    temperatures: Sequence[float],
+    generators: Sequence[torch.Generator | None],
+) -> tuple[Tensor, Tensor | None]:
+    """(path_K, q_KM): one candidate index per position of blocks that stand one after another, and the law along it.
+
+    ``scores_KPM[k, p, m]`` scores candidate m of a position after candidate p of the position before; the first
+    position of each block (of ``counts`` positions) has the anchor as its only predecessor, in every column.
+    Temperature 0 takes the first best candidate at each position; above it, each is drawn from
+    softmax(score / temperature) by inverting its distribution function. Without such a block there is no q_KM.
     """
-    num_positions, num_candidates = ids_GM.shape
-    if temperature == 0.0:
-        probs_GPM = None
-        next_GP = scores_GPM.argmax(dim=-1)
-    else:
-        scaled = (scores_GPM.float() / temperature).nan_to_num(nan=torch.finfo(torch.float32).min)
-        probs_GPM = scaled.softmax(dim=-1)
-        device = "cpu" if generator is None else generator.device
-        noise_G = torch.rand(num_positions, dtype=torch.float64, generator=generator, device=device)
-        below_GPM = probs_GPM.double().cumsum(dim=-1)
-        aim_GP1 = noise_G.to(below_GPM.device)[:, None, None] * below_GPM[:, :, -1:]
-        next_GP = (below_GPM <= aim_GP1).sum(dim=-1).clamp_max(num_candidates - 1)
-    steps: list[list[int]] = next_GP.tolist()  # the one wait for the device
-    path: list[int] = []
-    for step in steps:
-        path.append(step[path[-1] if path else 0])
-    if probs_GPM is None:
-        return path, None
-    previous = torch.tensor([0, *path[:-1]], device=probs_GPM.device)
-    return path, probs_GPM[torch.arange(num_positions, device=probs_GPM.device), previous]
+    next_KP = scores_KPM.argmax(dim=-1)
+    drawn = [block for block, temperature in enumerate(temperatures) if temperature != 0.0]
+    probs_KPM = None
+    if drawn:
+        probs_KPM, drawn_KP = _draws(scores_KPM, counts, temperatures, generators)
+        is_drawn = torch.tensor([t != 0.0 for t, n in zip(temperatures, counts, strict=True) for _ in range(n)])
+        next_KP = torch.where(is_drawn.to(next_KP.device)[:, None], drawn_KP, next_KP)
+    steps: list[list[int]] = next_KP.tolist()  # the one wait for the device
+    path, before, at = [], [], 0
+    for count in counts:
+        index = 0
+        for step in steps[at : at + count]:
+            before.append(index)
+            index = step[index]
+            path.append(index)
+        at += count
+    path_K = torch.tensor(path, device=next_KP.device)
+    if probs_KPM is None:
+        return path_K, None
+    return path_K, probs_KPM[torch.arange(len(path)), before]
+
+
+def _draws(
+    scores_KPM: Tensor,
+    counts: Sequence[int],
+    temperatures: Sequence[float],
+    generators: Sequence[torch.Generator | None],
+) -> tuple[Tensor, Tensor]:
+    """(probs_KPM, next_KP): a candidate drawn after every predecessor; what stands at greedy blocks means nothing."""
+    device = scores_KPM.device
+    every = zip(counts, temperatures, generators, strict=True)
+    zeros_K = torch.zeros(len(scores_KPM), dtype=torch.float64, device=device)
+    numbers = [uniform(n, g, device) if t != 0.0 else zeros_K[:n] for n, t, g in every]
+    scale = [t or 1.0 for t, n in zip(temperatures, counts, strict=True) for _ in range(n)]
+    scaled_KPM = scores_KPM.float() / torch.tensor(scale, dtype=torch.float32, device=device)[:, None, None]
+    probs_KPM = scaled_KPM.nan_to_num(nan=torch.finfo(torch.float32).min).softmax(dim=-1)
+    below_KPM = probs_KPM.double().cumsum(dim=-1)
+    aim_KP1 = torch.cat(numbers)[:, None, None] * below_KPM[:, :, -1:]
+    next_KP = (below_KPM <= aim_KP1).sum(dim=-1).clamp_max(scores_KPM.shape[-1] - 1)
+    return probs_KPM, next_KP

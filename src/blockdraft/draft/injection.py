@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from blockdraft.config import InjectionConfig
-from blockdraft.draft.markov import at_temperature, draw, uniform
+from blockdraft.draft.heads import uniform
+from blockdraft.draft.markov import at_temperature, draw
 from blockdraft.draft.norm import wide_dtype
 
 __all__ = ["AdjacentInjection", "Rescore", "rescored_walk"]

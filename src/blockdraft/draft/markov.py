@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from blockdraft.config import ConfidenceConfig, MarkovConfig
-from blockdraft.draft.heads import Table
+from blockdraft.draft.heads import Table, uniform
 
-__all__ = ["ConfidenceHead", "MarkovHead", "at_temperature", "chain", "draw", "each_alone", "uniform"]
+__all__ = ["ConfidenceHead", "MarkovHead", "at_temperature", "chain", "draw", "each_alone"]
 
 
 class MarkovHead(nn.Module):
@@ -63,12 +63,6 @@ class ConfidenceHead(nn.Module):
         rows = hidden_GD if token_GR is None else torch.cat((hidden_GD, token_GR.to(hidden_GD.dtype)), dim=-1)
         logits_G: Tensor = self.proj(rows)[..., 0]
         return torch.sigmoid(logits_G if logits_G.dtype == torch.float64 else logits_G.float())
-
-
-def uniform(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """``count`` numbers of [0, 1): all that a block's draws need, whatever becomes of the block."""
-    source = "cpu" if generator is None else generator.device
-    return torch.rand(count, dtype=torch.float64, generator=generator, device=source).to(device)
 
 
 def at_temperature(scores_N: Tensor, temperature: float) -> Tensor:

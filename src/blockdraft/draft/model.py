@@ -25,19 +25,12 @@ from blockdraft.config import DraftConfig
 from blockdraft.draft.attention import attend_row
 from blockdraft.draft.cache import DraftCache, visible_limit
 from blockdraft.draft.conv import BlockConv
-from blockdraft.draft.heads import (
-    CandidateLists,
-    CandidateSelector,
-    FullLaw,
-    Proposal,
-    Table,
-    top_candidates,
-    walk,
-)
-from blockdraft.draft.injection import AdjacentInjection, rescored_walk
+from blockdraft.draft.heads import CandidateSelector, Proposal, Table
+from blockdraft.draft.injection import AdjacentInjection
 from blockdraft.draft.layer import Layer
-from blockdraft.draft.markov import ConfidenceHead, MarkovHead, chain, each_alone
+from blockdraft.draft.markov import ConfidenceHead, MarkovHead
 from blockdraft.draft.norm import RMSNorm
+from blockdraft.draft.proposing import BlockRows, CandidateLogits, propose_rows
 from blockdraft.draft.rope import Rotary, Rotation
 from blockdraft.errors import CheckpointError
 from blockdraft.packed import pack_linears_
@@ -46,9 +39,6 @@ __all__ = ["Attend", "CandidateLogits", "DraftModel"]
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer index, q_BLHA, k_BLKA, v_BLKW) -> out_BLHW; q and k are already rotated to their positions."""
-
-CandidateLogits = Callable[[Tensor, Tensor], Tensor]
-"""(hidden_GD, ids_GM) -> [G, M]: the bare head on rows, of some ids each."""
 
 
 class Weights(Protocol):
@@ -256,13 +246,13 @@ class DraftModel(nn.Module):
 
             x_BLD = layer.block(x_BLD, rotation, attend, absorbed=absorbed)
             if self.injection is not None and index < len(self.layers) - 1:
-                x_BLD = self.injection(x_BLD, self._codes(anchor_ids_B, x_BLD), index)
+                x_BLD = self.injection(x_BLD, self.codes(anchor_ids_B, x_BLD), index)
         if self.injection is not None:
             return x_BLD
         hidden_BLD: Tensor = self.norm(x_BLD)
         return hidden_BLD
 
-    def _codes(self, ids: Tensor | None, x: Tensor) -> Tensor:
+    def codes(self, ids: Tensor | None, x: Tensor) -> Tensor:
         """What a token itself tells the row after it, [..., R]."""
         assert self.transfer_codes is not None and self.injection is not None and ids is not None
         return (self.injection.rank**0.5 * self.transfer_codes[ids]).to(x.dtype)
@@ -274,7 +264,7 @@ class DraftModel(nn.Module):
         if self.injection is None:
             return x_BLD
         ids_B = torch.as_tensor(anchor_ids, dtype=torch.long, device=self.device)
-        hidden_BLD: Tensor = self.norm(self.injection(x_BLD, self._codes(ids_B, x_BLD), len(self.layers) - 1))
+        hidden_BLD: Tensor = self.norm(self.injection(x_BLD, self.codes(ids_B, x_BLD), len(self.layers) - 1))
         return hidden_BLD
 
     def new_cache(self) -> DraftCache:
@@ -382,117 +372,29 @@ class DraftModel(nn.Module):
         min_confidence: float = 0.0,
         candidate_logits: CandidateLogits | None = None,
     ) -> Proposal:
-        """G proposals for one block and the law they were drawn from.
+        """G proposals for one block and the law they were drawn from: ``propose_rows`` of one."""
+        block = BlockRows(hidden_LD, anchor_id, temperature, generator, min_confidence)
+        [proposal] = self.propose_rows([block], logits_GV, exclude_ids=exclude_ids, candidate_logits=candidate_logits)
+        return proposal
 
-        ``hidden_LD`` is the whole block, anchor row included, as ``forward`` gave it; ``logits_GV`` is the bare head
-        on the rows that predict (multiplier and soft cap are applied here; both keep the order of ids). Temperature
-        0, and DFlash at any temperature, gives fixed proposals with a one-hot law; otherwise each is drawn from
-        softmax(score / temperature), over its candidates or, in DSpark, over all ids. ``exclude_ids`` are never
-        proposed (the mask id, say): any q is lossless, so nothing is lost. Proposals end before the first row
-        whose confidence is below ``min_confidence``. A draft with injection needs ``candidate_logits``.
+    @torch.no_grad()
+    def propose_rows(
+        self,
+        blocks: Sequence[BlockRows],
+        logits_KV: Tensor,
+        *,
+        exclude_ids: Sequence[int] = (),
+        candidate_logits: CandidateLogits | None = None,
+    ) -> list[Proposal]:
+        """One proposal per block, each as if it were alone.
+
+        ``logits_KV`` is the bare head on the rows that predict, block after block (multiplier and soft cap are applied
+        here; both keep the order of ids). Temperature 0, and DFlash at any temperature, gives fixed proposals with a
+        one-hot law; otherwise each is drawn from softmax(score / temperature), over its candidates or, in DSpark, over
+        all ids. ``exclude_ids`` are never proposed (the mask id, say): any q is lossless, so nothing is lost. A draft
+        with injection needs ``candidate_logits``.
         """
-        hidden_GD = hidden_LD if self.config.predicts_from_anchor else hidden_LD[1:]
-        assert logits_GV.shape[0] == hidden_GD.shape[0]
-        if len(hidden_GD) == 0:
-            return Proposal(ids_G=torch.empty(0, dtype=torch.long, device=hidden_LD.device), q=None)
-        logits_GV = logits_GV if logits_GV.dtype == torch.float64 else logits_GV.float()
-        if self.markov_head is not None or (self.config.family == "dspark" and temperature != 0.0):
-            proposal = self._spark(hidden_GD, anchor_id, logits_GV, temperature, generator, exclude_ids)
-        elif self.candidate_selector is not None:
-            proposal = self._selected(hidden_GD, anchor_id, logits_GV, temperature, generator, exclude_ids)
-        elif self.injection is not None:
-            assert candidate_logits is not None, "a draft with injection scores its candidates with the head again"
-            _, ids_GM = top_candidates(logits_GV, self._num_candidates, exclude_ids)
-            rescore = self._rescore(hidden_GD, ids_GM, candidate_logits)
-            ids_G, probs_GM = rescored_walk(rescore, ids_GM, anchor_id, temperature, generator)
-            proposal = Proposal(ids_G, None if probs_GM is None else CandidateLists(ids_GM, probs_GM))
-        else:
-            proposal = Proposal(self._likeliest(logits_GV, exclude_ids), None)
-        if min_confidence == 0.0 or self.confidence_head is None:
-            return proposal
-        return proposal.first(self._num_confident(hidden_GD, anchor_id, proposal.ids_G, min_confidence))
-
-    def _likeliest(self, logits_GV: Tensor, exclude_ids: Sequence[int]) -> Tensor:
-        """ids_G of the largest logits, as the target counts them."""
-        if self.head_ids is None:
-            return top_candidates(logits_GV, 1, exclude_ids)[1][:, 0]
-        barred = torch.isin(self.head_ids, torch.tensor(exclude_ids, device=self.head_ids.device))
-        rows_G = top_candidates(logits_GV, 1, barred.nonzero()[:, 0].tolist())[1][:, 0]
-        return self.head_ids[rows_G]
-
-    def _spark(
-        self,
-        hidden_GD: Tensor,
-        anchor_id: int,
-        logits_GV: Tensor,
-        temperature: float,
-        generator: torch.Generator | None,
-        exclude_ids: Sequence[int],
-    ) -> Proposal:
-        """Laws over all ids: along the block with a Markov head, otherwise of each row alone."""
-        logits_GV = self.scale_logits(logits_GV)
-        if exclude_ids:
-            logits_GV = logits_GV.clone()
-            logits_GV[:, list(exclude_ids)] = -torch.inf
-        if self.markov_head is None:
-            ids_G, q_GV = each_alone(logits_GV, temperature, generator)
-            return Proposal(ids_G, FullLaw(q_GV))
-        ids_G, probs_GV = chain(self.markov_head, logits_GV, hidden_GD, anchor_id, temperature, generator)
-        return Proposal(ids_G, None if probs_GV is None else FullLaw(probs_GV))
-
-    @property
-    def _num_candidates(self) -> int:
-        assert self.config.injection is not None
-        return self.config.injection.top_k
-
-    def _selected(
-        self,
-        hidden_GD: Tensor,
-        anchor_id: int,
-        logits_GV: Tensor,
-        temperature: float,
-        generator: torch.Generator | None,
-        exclude_ids: Sequence[int],
-    ) -> Proposal:
-        """The selector's walk over its candidates."""
-        selector = self.candidate_selector
-        assert selector is not None
-        values_GM, ids_GM = top_candidates(logits_GV, selector.top_k, exclude_ids)
-        anchor_1M = torch.full_like(ids_GM[:1], anchor_id)
-        predecessors_GP = torch.cat((anchor_1M, ids_GM[:-1]))
-        edges_GPM = selector.edges(hidden_GD, predecessors_GP, ids_GM)
-        scores_GPM = self.scale_logits(values_GM)[:, None, :] + edges_GPM
-        path, probs_GM = walk(scores_GPM, ids_GM, temperature, generator)
-        index_G1 = torch.tensor(path, device=ids_GM.device)[:, None]
-        ids_G = ids_GM.gather(1, index_G1)[:, 0]
-        return Proposal(ids_G=ids_G, q=None if probs_GM is None else CandidateLists(ids_GM, probs_GM))
-
-    def _rescore(self, x_GD: Tensor, ids_GM: Tensor, candidate_logits: CandidateLogits) -> Callable[..., Tensor]:
-        """Scores of a row's candidates when the last message comes from the token really proposed before."""
-        injection, last = self.injection, len(self.layers) - 1
-        assert injection is not None
-
-        def rescore(row: int, previous_id: Tensor) -> Tensor:
-            x_1D = x_GD[row][None]
-            written_1D = injection.write(
-                x_1D, injection.readout(x_1D, last), self._codes(previous_id[None], x_1D), last
-            )
-            scores_1M = candidate_logits(self.norm(written_1D), ids_GM[row][None])
-            scores_1M = self.scale_logits(scores_1M if scores_1M.dtype == torch.float64 else scores_1M.float())
-            return scores_1M[0]
-
-        return rescore
-
-    def _num_confident(self, hidden_GD: Tensor, anchor_id: int, ids_G: Tensor, least: float) -> int:
-        """How many rows stand before the first whose confidence is below ``least``."""
-        assert self.confidence_head is not None and self.config.confidence is not None
-        token_GR = None
-        if self.config.confidence.reads_token:
-            assert self.markov_head is not None
-            anchor_1 = torch.tensor([anchor_id], device=ids_G.device)
-            token_GR = self.markov_head.markov_w1.weight[torch.cat((anchor_1, ids_G[:-1]))]
-        is_low_G = ~(self.confidence_head(hidden_GD, token_GR) >= least)
-        return int((is_low_G.cumsum(dim=-1) == 0).sum())
+        return propose_rows(self, blocks, logits_KV, exclude_ids, candidate_logits)
 
 
 def _check_names(expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> None:
