@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,6 +119,9 @@ def _examined(
     draft_folder = builtin_draft() if draft is None else locate(draft, what="draft")
     subject = {"draft": draft or draft_folder.name, "target": target or target_folder.name}
     subject |= {name: str(settings[name]) for name in ("dtype", "device")}
+    subject["versions"] = ", ".join(
+        f"{name} {metadata.version(name)}" for name in ("blockdraft", "torch", "transformers")
+    )
     fits = check_compatibility(
         draft_folder, target_folder, allow_mask_is_eos=allow_mask_is_eos, block_size=settings["block_size"]
     )

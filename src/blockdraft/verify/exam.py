@@ -62,7 +62,7 @@ _PRODUCTION = ("T 1, top-p 0.95", SamplingParams(temperature=1.0, top_p=0.95))
 BUDGETS: Mapping[str, Budget] = {
     "quick": Budget(
         name="quick",
-        about="",
+        about="about 3 minutes of one CPU core for the built-in pair (measured), judge included",
         num_prompts=4,
         greedy_tokens=48,
         num_widths=1,
@@ -74,7 +74,7 @@ BUDGETS: Mapping[str, Budget] = {
     ),
     "thorough": Budget(
         name="thorough",
-        about="",
+        about="about an hour of one CPU core for the built-in pair (reckoned from the quick one)",
         num_prompts=8,
         greedy_tokens=128,
         num_widths=3,

@@ -58,6 +58,7 @@ PLAIN = "plain text of the same system does not follow the target's law either: 
 NO_NOISE = "this draft proposes without noise, so there is no law to compare with"
 SEQUENCES = "texts with the draft differ as a whole from plain ones"
 
+_NARROW, _NARROW_EVERY = 2, 4  # every so many rounds of the prompts have narrow blocks: wide ones are rarely whole
 _MIN_COUNT = 40  # occurrences of a prefix from which the tokens after it are tested
 _NUM_PERMUTATIONS = 40_000
 _ENOUGH_LARGER = 20  # a difference that so many permutations reach is an everyday one; no need to go on
@@ -101,6 +102,9 @@ def examine_sampling(
     total = 2 * budget.num_texts + budget.num_contexts * budget.num_per_context
     num_done = 0
 
+    def width_of(place: int) -> int:
+        return _NARROW if place // len(prompts) % _NARROW_EVERY == 0 else system.max_width
+
     def requests(numbers: Sequence[int], speculate: bool) -> list[Request]:
         return [
             Request(
@@ -109,9 +113,9 @@ def examine_sampling(
                 sampling=sampling,
                 seed=source.getrandbits(62),
                 speculate=speculate,
-                width=system.max_width if speculate else None,
+                width=width_of(place) if speculate else None,
             )
-            for n in numbers
+            for place, n in enumerate(numbers, start=num_done // 2)
         ]
 
     for numbers in _batches(which, budget.rows_at_once):
