@@ -80,7 +80,9 @@ def test_a_copy_goes_its_own_way(target: Any) -> None:
     target.free(made)
 
 
-def test_a_copy_of_nothing_and_of_what_was_freed(target: Any) -> None:
+@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v32", "qwen3_next", "lfm2", "kimi_k3"])
+def test_a_copy_of_nothing_and_of_what_was_freed(family: str) -> None:
+    target = target_of(family)
     row = target.new_row()
     made = target.copy(row)
     assert made.num_positions == 0
