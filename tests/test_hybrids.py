@@ -6,6 +6,7 @@ Here at toy size; the text is the licence, which does not change. What was measu
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import common, session  # noqa: E402
-from benchmarks.hybrids import course, lesson, prose, serving  # noqa: E402
+from benchmarks.hybrids import course, lesson, prose, serving, shown  # noqa: E402
 from benchmarks.hybrids.drafting import PAIRS  # noqa: E402
 from benchmarks.hybrids.targets import KimiK3, Qwen35, Size  # noqa: E402
 
@@ -38,13 +39,13 @@ LESSON = lesson.Lesson(num_steps=30, sequences_per_step=4, length=32, learning_r
 TOY = course.Course(
     shapes=SHAPES,
     lessons=dict.fromkeys(SHAPES, LESSON),
-    num_taught=10,
+    num_taught=3,
     num_drafted=8,
     num_prompts=2,
     max_new_tokens=60,
     has_gates=False,
     changes=(
-        "max_length=128", "text.max_new_tokens=64", "optim.num_steps=40", "optim.blocks_per_sequence=8",
+        "max_length=128", "text.max_new_tokens=64", "optim.num_steps=60", "optim.blocks_per_sequence=8",
         "draft.num_layers=1", "draft.windows=[0]", "draft.intermediate_size=64", "draft.target_layer_ids=[0,2]",
         "loss.selector_start_step=10",
     ),
@@ -83,12 +84,9 @@ def test_served_text_is_the_targets_own(results: dict[str, dict[str, Any]], name
     streams = ["plain"] if name == "qwen3_5" else list(TAP_STREAMS)
     assert [pair["tap_stream"] for pair in results[name]["pairs"]] == streams
     for pair in results[name]["pairs"]:
-        served = pair["served"]
+        served, toy = pair["served"], COURSES[name]
         assert served["num_failures"] == 0
-        assert (
-            served["num_ties"]
-            or served["num_tokens_compared"] == COURSES[name].num_prompts * COURSES[name].max_new_tokens
-        )
+        assert served["num_ties"] or served["num_tokens_compared"] == toy.num_prompts * toy.max_new_tokens
         assert served["acceptance"]["pooled_acceptance_length"]["estimate"] > 1.5
 
 
@@ -115,6 +113,21 @@ def test_a_second_call_does_nothing_again(
     monkeypatch.setattr(session, "load_engine", refuse)
     again = course.run(COURSES["qwen3_5"], licence(), place, 1, silent)
     assert json.dumps(again) == json.dumps(results["qwen3_5"])
+
+
+def test_the_public_recipe_is_right_where_nothing_is_taken_back(
+    results: dict[str, dict[str, Any]], place: Path
+) -> None:
+    """So what it changes elsewhere is the crop's doing."""
+    from transformers import AutoModelForCausalLM
+
+    home = place / "qwen3_5"
+    model = AutoModelForCausalLM.from_pretrained(home / "target", dtype=torch.float32).eval()
+    records = common.merge([home / "plain" / "served.jsonl"]).records
+    for prompt in licence().prompts(2):
+        plain = records[prompt.id, common.PLAIN]
+        assert serving._cropped(model, plain, [0] * 7 + [1], 8, random.Random(0)) == plain["ids"]
+    assert results["qwen3_5"]["pairs"][0]["reference"]["num_failures"] > 0
 
 
 def test_a_state_that_is_not_taken_back_is_found(
@@ -184,3 +197,30 @@ def test_paragraphs_of_prompts_are_of_no_other_use() -> None:
         parts.prompts(6)
     with pytest.raises(ConfigError, match=r"90 \+ 6 paragraphs asked for, the text has 95; ask for fewer"):
         prose.split(texts, 90, 6)
+
+
+# ---- what was measured at full size ----------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "results" / "hybrids.json").read_text("utf-8"))
+    return found
+
+
+def test_the_measurement_says_what_is_claimed(measured: dict[str, Any]) -> None:
+    assert measured["settings"]["max_new_tokens"] >= 300
+    assert [(pair["target"], pair["tap_stream"]) for pair in measured["pairs"]] == [
+        (pair.target, pair.stream) for pair in PAIRS
+    ]
+    for pair in measured["pairs"]:
+        served = pair["served"]
+        assert served["num_prompts"] >= 20 and served["num_failures"] == 0
+        assert served["num_identical"] + served["num_ties"] == served["num_prompts"]
+        assert served["acceptance"]["pooled_acceptance_length"]["low"] > 1.5
+        assert served["num_loops"] == 0
+    assert measured["pairs"][0]["reference"]["num_failures"] > 0
+    assert not any(run["is_dirty"] for run in measured["runs"])
+
+
+def test_the_document_shows_the_measurement(measured: dict[str, Any]) -> None:
+    text = (ROOT / "docs" / "targets.md").read_text("utf-8")
+    assert shown.written(text, measured) == text, "run python -m benchmarks.hybrids --write docs/targets.md"
