@@ -103,8 +103,11 @@ class WeatherDraft(DraftModel):
 
     next_ids: Sequence[int]
 
-    def propose(self, hidden_LD: Any, anchor_id: int, *_args: Any, **_options: Any) -> Proposal:
-        ids, last = [], anchor_id
+    def propose_rows(self, blocks: Any, *_args: Any, **_options: Any) -> list[Proposal]:
+        return [self._of_block(block.hidden_LD, block.anchor_id) for block in blocks]
+
+    def _of_block(self, hidden_LD: Any, last: int) -> Proposal:
+        ids = []
         for mood in (hidden_LD[1:, 0] * 1e3).floor().long().tolist():
             last = self.next_ids[last] if mood % 4 else (last + mood) % VOCAB
             ids.append(last)
@@ -307,7 +310,7 @@ class Stress:
             for one in asked:
                 if one.cancel_after is not None and step - one.submitted_at >= one.cancel_after:
                     self.engine.cancel(one.ticket)
-            self._note_order(asked, step)
+            self._note_order(asked)
             self.engine.step()
             self._note_admitted(asked, step)
             step = self.engine.stats().num_steps
@@ -329,7 +332,7 @@ class Stress:
                 share = row.num_bytes / one.ticket.num_reserved_bytes
                 self.found.max_row_bytes_share = max(self.found.max_row_bytes_share, share)
 
-    def _note_order(self, asked: Sequence[_Asked], step: int) -> None:
+    def _note_order(self, asked: Sequence[_Asked]) -> None:
         """Remember who waits before a step, to see who was admitted in it."""
         self._line = [one for one in asked if one.admitted_at is None and not one.ticket.is_finished]
 

@@ -67,7 +67,7 @@ class PrefixCache:
         The prompt's last token is never among them: it has to be fed for the row's first token.
         """
         wants_draft = self._draft is not None and row.speculation_reason is None
-        self.num_lookups += 1
+        self.num_lookups += self.max_bytes > 0
         running_too = (_running(other) for other in running if other.num_fed >= _MIN_LENGTH)
         found, length = self._longest(row.request.prompt_ids, wants_draft, running_too)
         if found is None:
