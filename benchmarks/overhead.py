@@ -108,7 +108,7 @@ def _counted(engine: Any, seconds: list[float], clock: Any) -> Iterator[None]:
 
     calls = [(engine.target, name) for name in ("forward", "embed", "logits")]
     if engine.draft is not None:
-        calls += [(engine.draft, name) for name in ("forward", "noise", "propose", "inject_rows")]
+        calls += [(engine.draft, name) for name in ("forward", "noise", "propose_rows", "inject_rows")]
     patches = [mock.patch.object(owner, name, counted(getattr(owner, name))) for owner, name in calls]
     for patch in patches:
         patch.start()

@@ -21,7 +21,7 @@ from blockdraft.config import (
     SelectorConfig,
     TargetFacts,
 )
-from blockdraft.draft import CandidateLists, DraftModel, Proposal
+from blockdraft.draft import BlockRows, CandidateLists, DraftModel, Proposal
 from blockdraft.engine import Completion, Engine, Request
 from blockdraft.targets import HFTarget
 
@@ -128,7 +128,7 @@ class Continuation:
     """A stand-in drafter that proposes a known text. `texts[n]` is prompt + continuation of the n-th row.
 
     `wrong(step)` is the slot (0-based) at which the proposal of that step (from 0) is changed, None for no change.
-    `calls` counts propose calls. With `q` "lists" the proposal is reported as drawn from a list that gives it 0.9.
+    `calls` counts proposals. With `q` "lists" the proposal is reported as drawn from a list that gives it 0.9.
     """
 
     def __init__(
@@ -162,11 +162,14 @@ class Continuation:
         self._caches = list(caches)
         return noise_BLD
 
-    def propose(self, hidden_LD, anchor_id, logits_GV, temperature, generator, **options) -> Proposal:
+    def propose_rows(self, blocks, logits_KV, **options) -> list[Proposal]:
+        return [self._proposal(block) for block in blocks]
+
+    def _proposal(self, block: BlockRows) -> Proposal:
         self.calls += 1
         cache = self._caches.pop(0)
         start = cache.num_positions + 1
-        count = hidden_LD.shape[0] - 1
+        count = block.hidden_LD.shape[0] - 1
         ids = (cache.text[start : start + count] + [1] * count)[:count]
         slot = self.wrong(cache.num_steps)
         cache.num_steps += 1

@@ -352,15 +352,16 @@ def test_a_draft_whose_law_is_nan_ends_the_request_that_asked_for_it(
     model: Any, text: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = made(model)
-    real = engine.draft.propose
+    real = engine.draft.propose_rows
 
-    def propose(*args: Any, **options: Any) -> Any:
-        proposal = real(*args, **options)
-        if proposal.q is not None:
-            proposal.q.probs_GM[-1] = float("nan")
-        return proposal
+    def propose_rows(*args: Any, **options: Any) -> Any:
+        proposals = real(*args, **options)
+        for proposal in proposals:
+            if proposal.q is not None:
+                proposal.q.probs_GM[-1] = float("nan")
+        return proposals
 
-    monkeypatch.setattr(engine.draft, "propose", propose)
+    monkeypatch.setattr(engine.draft, "propose_rows", propose_rows)
     greedy = engine.submit(asked(count=20))
     sampled = engine.submit(asked(count=20, sampling=SamplingParams(temperature=1.0), seed=1))
     finish(engine)

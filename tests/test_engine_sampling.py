@@ -15,7 +15,7 @@ from torch import Tensor
 
 import blockdraft.engine.decide as decide_module
 from blockdraft.accept import SamplingParams, Sparse, target_distribution
-from blockdraft.draft import CandidateLists, Proposal
+from blockdraft.draft import BlockRows, CandidateLists, Proposal
 from blockdraft.engine import Engine, Request
 from engine_kit import draft_config, hf_target, random_draft, run_one, tiny_model
 from exactness import pooled_chi_square_ok
@@ -66,11 +66,16 @@ class TableDraft:
     def __call__(self, noise_BLD, caches) -> Tensor:
         return noise_BLD
 
-    def propose(self, hidden_LD, anchor_id, logits_GV, temperature, generator, **options) -> Proposal:
-        ids, laws, last = [], [], anchor_id
-        for _ in range(hidden_LD.shape[0] - 1):
+    def propose_rows(self, blocks, logits_KV, **options) -> list[Proposal]:
+        return [self._proposal(block) for block in blocks]
+
+    def _proposal(self, block: BlockRows) -> Proposal:
+        ids, laws, last = [], [], block.anchor_id
+        for _ in range(block.hidden_LD.shape[0] - 1):
             law_V = self.law_VV[last]
-            last = int(law_V.argmax()) if self.is_argmax else int(torch.multinomial(law_V, 1, generator=generator))
+            last = (
+                int(law_V.argmax()) if self.is_argmax else int(torch.multinomial(law_V, 1, generator=block.generator))
+            )
             ids.append(last)
             laws.append(law_V)
         everything = torch.arange(VOCAB).expand(len(ids), VOCAB)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from blockdraft import formats
 from blockdraft.accept import SamplingParams
 from blockdraft.config import ConfidenceConfig, ConvConfig, DraftConfig, MarkovConfig, SelectorConfig
-from blockdraft.draft import DraftModel
+from blockdraft.draft import BlockRows, DraftModel
 from blockdraft.engine import Engine, Request
 from blockdraft.errors import CheckpointError, ConfigError
 from blockdraft.formats.convert import convert
@@ -210,17 +211,19 @@ def test_greedy_text_is_the_targets_own(tmp_path: Path) -> None:
         tmp_path / "d", formats.Checkpoint(made.config, dict(made.state_dict())), dialect="speculators", dtype=None
     )
     draft = DraftModel.from_checkpoint(formats.read(tmp_path / "d"))
-    checked, propose = 0, draft.propose
+    checked, propose = 0, draft.propose_rows
 
-    def checking(hidden_LD: Tensor, *args: Any, **options: Any) -> Any:
+    def checking(blocks: Sequence[BlockRows], *args: Any, **options: Any) -> Any:
         nonlocal checked
-        proposal = propose(hidden_LD, *args, **options)
+        proposals = propose(blocks, *args, **options)
         assert draft.own_head is not None
-        assert proposal.ids_G.tolist() == [likeliest(row, draft.own_head, IDS, 3) for row in hidden_LD[1:]]
-        checked += len(proposal.ids_G)
-        return proposal
+        for block, proposal in zip(blocks, proposals, strict=True):
+            rows = block.hidden_LD[1:]
+            assert proposal.ids_G.tolist() == [likeliest(row, draft.own_head, IDS, 3) for row in rows]
+            checked += len(proposal.ids_G)
+        return proposals
 
-    draft.propose = checking  # type: ignore[method-assign]
+    draft.propose_rows = checking  # type: ignore[method-assign]
     engine = Engine(hf_target(model, (0, 1)), draft)
     for width in range(2, 5):
         done = run_one(engine, prompt_ids=PROMPT, max_new_tokens=18, stop_ids=frozenset(), width=width)

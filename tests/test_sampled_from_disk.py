@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from safetensors.torch import save_file
 from blockdraft import formats
 from blockdraft.accept import SamplingParams
 from blockdraft.config import DraftConfig
-from blockdraft.draft import DraftModel
+from blockdraft.draft import BlockRows, DraftModel
 from blockdraft.engine import Engine, Request
 from drafts import TINY_MLA, TINY_V2, edited
 from engine_kit import hf_target, run_one, tiny_model
@@ -125,14 +127,14 @@ def at_identity(folder: Path, raw: dict[str, Any]) -> tuple[DraftModel, DraftMod
 def steps(draft: DraftModel, model: Any, width: int, seed: int | None) -> tuple[list[list[int]], tuple[int, ...]]:
     """(proposals of every step, text) of one run; with a seed it samples, and the draft is still greedy."""
     proposals: list[list[int]] = []
-    propose = draft.propose
+    propose = draft.propose_rows
 
-    def noting(hidden: torch.Tensor, anchor: int, logits: torch.Tensor, _: float, *args: Any, **options: Any) -> Any:
-        proposal = propose(hidden, anchor, logits, 0.0, *args, **options)
-        proposals.append(proposal.ids_G.tolist())
-        return proposal
+    def noting(blocks: Sequence[BlockRows], *args: Any, **options: Any) -> Any:
+        found = propose([replace(block, temperature=0.0) for block in blocks], *args, **options)
+        proposals.extend(proposal.ids_G.tolist() for proposal in found)
+        return found
 
-    draft.propose = noting  # type: ignore[method-assign]
+    draft.propose_rows = noting  # type: ignore[method-assign]
     try:
         done = run_one(
             Engine(hf_target(model, TAPS), draft),
@@ -144,7 +146,7 @@ def steps(draft: DraftModel, model: Any, width: int, seed: int | None) -> tuple[
             sampling=SamplingParams(temperature=0.0 if seed is None else 0.9),
         )
     finally:
-        del draft.propose
+        del draft.propose_rows
     return proposals, done.token_ids
 
 

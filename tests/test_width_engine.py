@@ -87,18 +87,19 @@ def test_a_seeded_text_does_not_depend_on_the_policy(pair):
 def test_free_rows_share_one_pass_and_take_the_first_proposals_of_it(pair, monkeypatch):
     _, target, draft = pair
     passes, proposed = [], []
-    forward, propose = type(draft).forward, type(draft).propose
+    forward, propose = type(draft).forward, type(draft).propose_rows
 
     def watched(self, noise_BLD, caches, *rest):
         passes.append(tuple(noise_BLD.shape[:2]))
         return forward(self, noise_BLD, caches, *rest)
 
     def kept(self, *arguments, **options):
-        proposed.append(propose(self, *arguments, **options).ids_G.tolist())
-        return propose(self, *arguments, **options)
+        found = propose(self, *arguments, **options)
+        proposed.extend(one.ids_G.tolist() for one in found)
+        return found
 
     monkeypatch.setattr(type(draft), "forward", watched)
-    monkeypatch.setattr(type(draft), "propose", kept)
+    monkeypatch.setattr(type(draft), "propose_rows", kept)
 
     def run(free, fixed):
         passes.clear(), proposed.clear()

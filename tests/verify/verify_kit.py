@@ -16,7 +16,7 @@ from torch import Tensor
 import blockdraft.accept as core
 from blockdraft.accept import SamplingParams
 from blockdraft.config import TargetFacts
-from blockdraft.draft import CandidateLists, Proposal
+from blockdraft.draft import BlockRows, CandidateLists, Proposal
 from blockdraft.engine import Completion, Engine, Request
 from blockdraft.engine.decide import Decide, Decision
 from blockdraft.targets import Scored
@@ -123,22 +123,19 @@ class TableDraft:
     def __call__(self, noise_BLD: Tensor, caches: object) -> Tensor:
         return noise_BLD
 
-    def propose(
-        self,
-        hidden_LD: Tensor,
-        anchor: int,
-        logits_GV: Tensor,
-        temperature: float,
-        generator: torch.Generator,
-        **_: Any,
-    ) -> Proposal:
+    def propose_rows(self, blocks: Sequence[BlockRows], logits_KV: Tensor, **_: Any) -> list[Proposal]:
+        return [self._proposal(block) for block in blocks]
+
+    def _proposal(self, block: BlockRows) -> Proposal:
         ids: list[int] = []
-        if temperature == 0.0:
-            for _ in range(len(hidden_LD) - 1):
+        anchor, generator, count = block.anchor_id, block.generator, len(block.hidden_LD) - 1
+        if block.temperature == 0.0:
+            for _ in range(count):
                 ids.append(int(self.law_VV[(anchor, *ids)[-1]].argmax()))
             return Proposal(torch.tensor(ids), None)
+        assert generator is not None
         self.noise_before[id(generator)] = generator.get_state()
-        noise = torch.rand(len(hidden_LD) - 1, dtype=torch.float64, generator=generator).tolist()
+        noise = torch.rand(count, dtype=torch.float64, generator=generator).tolist()
         told = []
         for u in noise:
             last = (anchor, *ids)[-1]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdraft.accept import TokenLogprobs, logprobs
-from blockdraft.draft import DraftCache, DraftModel, Proposal
+from blockdraft.draft import BlockRows, DraftCache, DraftModel, Proposal
 from blockdraft.engine.decide import Decide, Decision, decide
 from blockdraft.engine.request import TokenKind
 from blockdraft.engine.row import RunningRow
@@ -170,19 +170,24 @@ def _propose(
             rows_BLD = draft(noise_BLD, caches, anchors)
             hidden_BLD = draft.head_rows(rows_BLD, anchors)
         counts = [widths[i] - 1 for i in indices]
-        logits = _head_logits(hidden_BLD if from_anchor else hidden_BLD[:, 1:], counts, target, draft)
-        for at, (i, count, logits_GV) in enumerate(zip(indices, counts, logits, strict=True)):
-            row = rows[i]
-            proposals[i] = draft.propose(
-                rows_BLD[at, : count if from_anchor else count + 1],
-                row.anchor_id,
-                logits_GV,
-                row.request.sampling.temperature,
-                row.draft_generator,
-                exclude_ids=(draft.config.mask_token_id,),
-                min_confidence=row.request.min_confidence,
-                candidate_logits=partial(_candidate_logits, target=target, draft=draft),
+        hidden_KD = _predicting(hidden_BLD if from_anchor else hidden_BLD[:, 1:], counts)
+        blocks = [
+            BlockRows(
+                rows_LD[: count if from_anchor else count + 1],
+                rows[i].anchor_id,
+                rows[i].request.sampling.temperature,
+                rows[i].draft_generator,
+                rows[i].request.min_confidence,
             )
+            for i, count, rows_LD in zip(indices, counts, rows_BLD, strict=True)
+        ]
+        found = draft.propose_rows(
+            blocks,
+            _head(hidden_KD, target, draft),
+            exclude_ids=(draft.config.mask_token_id,),
+            candidate_logits=partial(_candidate_logits, target=target, draft=draft),
+        )
+        proposals.update(zip(indices, found, strict=True))
     return [proposals[i] for i in range(len(rows))]
 
 
@@ -201,12 +206,11 @@ def _passes(rows: Sequence[RunningRow], widths: Sequence[int], draft: DraftModel
     return list(by_width.items())
 
 
-def _head_logits(hidden_BGD: Tensor, counts: Sequence[int], target: Target, draft: DraftModel) -> Sequence[Tensor]:
-    """One [count, V] per row, of its first rows: of the draft's own head if it has one, else of the target's."""
+def _predicting(hidden_BGD: Tensor, counts: Sequence[int]) -> Tensor:
+    """[K, D]: the first ``counts[b]`` rows of each block, one block after another."""
     if min(counts) == hidden_BGD.shape[1]:
-        return list(_head(hidden_BGD, target, draft))
-    hidden_KD = torch.cat([hidden_GD[:count] for hidden_GD, count in zip(hidden_BGD, counts, strict=True)])
-    return _head(hidden_KD, target, draft).split(list(counts))
+        return hidden_BGD.flatten(0, 1)
+    return torch.cat([hidden_GD[:count] for hidden_GD, count in zip(hidden_BGD, counts, strict=True)])
 
 
 def _head(hidden: Tensor, target: Target, draft: DraftModel) -> Tensor:
