@@ -113,6 +113,9 @@ def test_a_second_call_does_nothing_again(
     monkeypatch.setattr(session, "load_engine", refuse)
     again = course.run(COURSES["qwen3_5"], licence(), place, 1, silent)
     assert json.dumps(again) == json.dumps(results["qwen3_5"])
+    for other in ({"lessons": dict.fromkeys(SHAPES, replace(LESSON, seed=2))}, {"changes": (*TOY.changes, "seed=2")}):
+        with pytest.raises(ConfigError, match=r"another .*; use another --work folder"):
+            course.run(replace(COURSES["qwen3_5"], **other), licence(), place, 1, silent)
 
 
 def test_the_public_recipe_is_right_where_nothing_is_taken_back(

@@ -35,13 +35,16 @@ def main() -> int:
     action.add_argument("--check", type=Path, metavar="FILE")
     options = parser.parse_args()
     file = options.results / RESULT
-    if options.write:
-        options.write.write_text(shown.written(options.write.read_text("utf-8"), markdown.read(file)), encoding="utf-8")
-        return 0
-    if options.check:
-        text = options.check.read_text("utf-8")
-        if shown.written(text, markdown.read(file)) != text:
-            print(f"{options.check.name} does not show the result; run python -m benchmarks.hybrids --write")
+    document = options.write or options.check
+    if document:
+        if not file.is_file():
+            raise ConfigError(f"{file} is not there; measure first, with --data")
+        text = document.read_text("utf-8")
+        fresh = shown.written(text, markdown.read(file))
+        if options.write:
+            document.write_text(fresh, encoding="utf-8")
+        elif fresh != text:
+            print(f"{document.name} does not show the result; run python -m benchmarks.hybrids --write")
             return 1
         return 0
     if options.data is None:

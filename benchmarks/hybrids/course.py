@@ -19,6 +19,7 @@ from benchmarks import common, lossless, markdown, session
 from benchmarks.hybrids import drafting, prose, serving
 from benchmarks.hybrids.lesson import Lesson, loss_of, teach
 from benchmarks.hybrids.targets import KimiK3, Qwen35, Shape, Size
+from blockdraft.errors import ConfigError
 
 _FACTS = "facts.json"
 
@@ -130,7 +131,10 @@ def _target(
         prose.write_tokenizer(backend, making)
         common.write_json(place / _FACTS, facts)
         os.replace(making, folder)
-    return markdown.read(place / _FACTS)
+    found = markdown.read(place / _FACTS)
+    if (found["size"], found["lesson"]) != (shape.to_json(), asdict(lesson)):
+        raise ConfigError(f"{folder} was made with another size or lesson; use another --work folder")
+    return found
 
 
 def _pair(
@@ -144,8 +148,7 @@ def _pair(
 ) -> tuple[dict[str, Any], common.Work]:
     """One drafter: trained, served, compared."""
     target, out, prompt_file = place / "target", place / pair.stream, place / "prompts.jsonl"
-    if not prompt_file.is_file():
-        prose.write_prompts(prompt_file, list(text.drafted.values()))
+    prose.write_prompts(prompt_file, list(text.drafted.values()))
     draft = drafting.train(pair, target, prompt_file, out, course.changes, say, has_gates=course.has_gates)
     options = argparse.Namespace(
         draft=str(out / "draft"),

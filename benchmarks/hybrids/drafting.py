@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import session
+from blockdraft.errors import ConfigError
 
 _SPENT = "cpu_seconds.json"
 
@@ -47,6 +48,7 @@ def train(
     """What the run of the pair's recipe in `out` was; the drafter is in `out`/draft. Goes on where it stopped."""
     from blockdraft.train.command import run_training
     from blockdraft.train.overrides import resolve_recipe
+    from blockdraft.train.recipe import read_recipe
 
     places = [f"target.name={json.dumps(str(target))}", f"prompts.files=[{json.dumps(str(prompts))}]"]
     recipe = resolve_recipe(pair.recipe, [*places, f"draft.tap_stream={pair.stream}", *changes])
@@ -57,6 +59,8 @@ def train(
             run_training(recipe, None, None, out, has_gates=has_gates, commit=commit, on_progress=say)
         finally:
             _add(out, time.process_time() - begun)
+    if read_recipe(out / "draft" / "recipe.toml") != recipe.recipe:
+        raise ConfigError(f"{out} holds a drafter of another recipe; use another --work folder")
     record = json.loads((out / "draft" / "run.json").read_text("utf-8"))
     draft, optim = recipe.recipe.draft, recipe.recipe.optim
     return {
