@@ -98,7 +98,6 @@ def generate(
     """Watch tokens arrive, coloured by how they were won."""
     from blockdraft.accept import SamplingParams
     from blockdraft.engine import Request
-    from blockdraft.engine.adaptive import AdaptiveWidth
 
     draft, prompt = _draft_and_prompt(words or [], target, no_draft, prompts)
     if compare and (no_draft or as_json):
@@ -153,6 +152,12 @@ def generate(
     requests = [_request(engine, item, settings, may_shorten=max_new_tokens is None) for item in asked]
     for request in requests:
         engine.check(request)
+    _run(engine, requests, as_json=as_json, compare=compare)
+
+
+def _run(engine: Engine, requests: list[Request], *, as_json: bool, compare: bool) -> None:
+    from blockdraft.engine.adaptive import AdaptiveWidth
+
     if as_json:
         for completion in engine.run(requests):
             print(json.dumps(as_json_object(completion), ensure_ascii=False), flush=True)

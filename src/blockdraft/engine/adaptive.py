@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 from blockdraft.engine.costs import DraftPrices, StepCosts, StepSample
 from blockdraft.engine.expected import AcceptanceRecord, Ease
 from blockdraft.engine.lookup import LookupRecord, TextIndex
+from blockdraft.engine.width_report import RowReport, WidthReport
 
 if TYPE_CHECKING:
     from blockdraft.engine.row import RunningRow
@@ -83,51 +84,9 @@ class _Plan:
     tokens: float
     seconds: float
     plain_rate: float
+    plain_s: float
     best_rate: float
     kind: str  # "plain", "speculate", "probe", "audit"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowReport:
-    """How one request's widths were chosen."""
-
-    widths: dict[int, int]
-    """Steps by width."""
-    num_probes: int
-    num_lookups: int
-    """Steps whose proposals came from its own text."""
-    survival: list[float]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WidthReport:
-    """What an engine's policy chose and what came of it; rates over the steps without prompts in them."""
-
-    num_steps: int
-    widths: dict[int, int]
-    """Row-steps by width."""
-    num_probes: int
-    num_audits: int
-    num_lookups: int
-    """Row-steps whose proposals came from the row's own text."""
-    probe_share: float
-    """Share of the time that probes and audits took, as predicted, beyond the best choice."""
-    expected_tok_per_s: float | None
-    measured_tok_per_s: float | None
-    conditional_acceptance: list[float]
-    num_trials: int
-    lookup_acceptance: dict[int, list[float]]
-    """Conditional acceptance of proposals from the text, by the least length of match."""
-    reason: str
-
-    def __str__(self) -> str:
-        """One line for people."""
-        total = max(sum(self.widths.values()), 1)
-        widths = ", ".join(f"{width}: {100 * count / total:.0f} %" for width, count in self.widths.items())
-        return (
-            f"{self.reason}; widths used {widths or 'none'}; {self.num_lookups} from the text, {self.num_probes} probes"
-        )
 
 
 class AdaptiveWidth:
@@ -241,12 +200,12 @@ class AdaptiveWidth:
         best_rate = best_tokens / best_s if pieces else 0.0
         if not self._is_on:
             self._learn_gain(1.0)
-            return _Plan(widths, tokens, plain_s, plain_rate, best_rate, "plain")
+            return _Plan(widths, tokens, plain_s, plain_rate, plain_s, best_rate, "plain")
         self._learn_gain(best_rate / plain_rate)
         for _, size, _, _, is_lookup, i in pieces[:best_count]:
             widths[i] += size
             states[i].is_lookup = is_lookup
-        return _Plan(widths, best_tokens, best_s, plain_rate, best_rate, "speculate")
+        return _Plan(widths, best_tokens, best_s, plain_rate, plain_s, best_rate, "speculate")
 
     @property
     def _margin(self) -> float:
@@ -320,14 +279,13 @@ class AdaptiveWidth:
         if gain > AUDIT_GAIN or self._step - self._last_audit < AUDIT_STEPS:
             return plan
         widths = [limit if row.has_fixed_width else 1 for row, limit in zip(rows, most, strict=True)]
-        table = self.costs.table(len(rows), sum(most) - len(rows))
-        seconds = table[sum(widths) - len(rows)] + self.costs.model.context_s * self._context
+        rate, seconds = plan.plain_rate, plan.plain_s
         loss_s = max(gain, 0.0) * seconds
         if loss_s > self._left_s:
             return plan
         self._spend(loss_s)
         self._last_audit, self._num_audits = self._step, self._num_audits + 1
-        return _Plan(widths, plan.plain_rate * seconds, seconds, plan.plain_rate, plan.best_rate, "audit")
+        return _Plan(widths, rate * seconds, seconds, rate, seconds, plan.best_rate, "audit")
 
     def _probed(self, rows: Sequence[RunningRow], states: Sequence[_State], most: Sequence[int], plan: _Plan) -> _Plan:
         """The plan with a few of the rows that do not speculate at a small width, if the budget allows it."""
@@ -365,7 +323,8 @@ class AdaptiveWidth:
             state.next_probe = self._step + state.probe_pause
             state.probe_pause = min(2 * state.probe_pause, LAST_PROBE_STEPS)
         kind = "probe" if plan.kind == "plain" else plan.kind
-        return _Plan(widths, plan.tokens + value, plan.seconds + cost_s, plan.plain_rate, plan.best_rate, kind)
+        tokens, seconds = plan.tokens + value, plan.seconds + cost_s
+        return _Plan(widths, tokens, seconds, plan.plain_rate, plan.plain_s, plan.best_rate, kind)
 
     @property
     def _left_s(self) -> float:

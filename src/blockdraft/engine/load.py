@@ -76,47 +76,19 @@ def load(
     int8 or nf4 while it is read (bitsandbytes), see `load_target`; the draft lies where the target's embedding does,
     in its own number format. `progress` is called with what a first-time fetch is doing and the share of it that is
     done. `allow_mask_is_eos` consents to a draft whose mask id also ends or pads a text. `max_rows`, `max_waiting`,
-    `memory_limit` and `prefix_cache_bytes` are the engine's. `block_size` is for a draft whose files state none.
+    `memory_limit`, `prefix_cache_bytes`: the engine's. `block_size` is for a draft whose files state none.
     `tap_stream`: which stream of a target with two (Kimi K3) the draft reads; None is what its config says, or what is
     known of the checkpoint; "auto" measures both on a short probe and leaves the outcome in the engine's `tap_choice`.
     `width` "adaptive" chooses the width of every step, plain decoding included, for the most tokens per second (the
     costs of steps are measured once, for a few seconds); None is the trained one. What a request names goes before it.
     """
-    if width not in (None, "adaptive"):
-        raise RequestError(f'width is {width!r}; "adaptive" or None here, and a number in a request')
-    if width is not None and speculation == "off":
-        raise RequestError(f"width is {width!r} and speculation is off; drop one of the two")
-    if speculation not in ("required", "optional", "off"):
-        raise RequestError(f'speculation is {speculation!r}; allowed are "required", "optional" and "off"')
-    for word, given in (("dtype", dtype), ("draft_dtype", dtype if draft_dtype is None else draft_dtype)):
-        if given != "auto" and (not isinstance(given, str) or given not in DTYPES):
-            raise RequestError(f"{word} is {given!r}; allowed are {', '.join(DTYPES)} and auto")
-    if draft_dtype is not None and speculation == "off":
-        raise RequestError(f"draft_dtype is {draft_dtype!r} and speculation is off; drop one of the two")
-    if block_size is not None and speculation == "off":
-        raise RequestError(f"block_size is {block_size} and speculation is off; drop one of the two")
-    if tap_stream not in (None, "auto", *TAP_STREAMS):
-        raise RequestError(f'tap_stream is {tap_stream!r}; allowed are "prefix", "attn_res" and "auto"')
-    if tap_stream is not None and speculation == "off":
-        raise RequestError(f"tap_stream is {tap_stream!r} and speculation is off; drop one of the two")
+    _check_options(width, speculation, dtype, draft_dtype, block_size, tap_stream)
     place = _checked_device(device)
     check_placement(device_map, place, quantize)
-    if draft is not None and target is None:
-        raise PairError(f"draft {draft} needs its target; name it with target (--target on the command line)")
-    if draft is None and target is not None and speculation == "required":
-        raise PairError(f"target {target} has no draft; name one, or turn speculation off (--no-draft)")
-    named = ensure_target(progress=progress) if target is None else target
-    stored = find_target(named, trust_remote_code=trust_remote_code)
-    model, reason = None, "speculation is switched off"
-    if speculation != "off":
-        try:
-            model = _load_draft(
-                draft, stored, place, draft_dtype or dtype, target is None, allow_mask_is_eos, block_size, tap_stream
-            )
-        except BlockdraftError as error:
-            if speculation == "required":
-                raise
-            reason = f"the draft was left out: {error}"
+    _check_named(draft, target, speculation)
+    stored = find_target(target or ensure_target(progress=progress), trust_remote_code=trust_remote_code)
+    given = (draft, stored, place, draft_dtype or dtype, target is None, allow_mask_is_eos, block_size, tap_stream)
+    model, reason = _draft_or_reason(speculation, lambda: _load_draft(*given))
     loaded = load_target(
         stored,
         tap_layer_ids=() if model is None else model.config.target_layer_ids,
@@ -154,6 +126,53 @@ def load(
             options={"quantize": quantize, "device_map": device_map},
         )
     return engine
+
+
+def _check_options(
+    width: object,
+    speculation: object,
+    dtype: object,
+    draft_dtype: object,
+    block_size: object,
+    tap_stream: object,
+) -> None:
+    """Nothing; a RequestError for a word that is none of the allowed ones, or that has no effect."""
+    if width not in (None, "adaptive"):
+        raise RequestError(f'width is {width!r}; "adaptive" or None here, and a number in a request')
+    if width is not None and speculation == "off":
+        raise RequestError(f"width is {width!r} and speculation is off; drop one of the two")
+    if speculation not in ("required", "optional", "off"):
+        raise RequestError(f'speculation is {speculation!r}; allowed are "required", "optional" and "off"')
+    for word, given in (("dtype", dtype), ("draft_dtype", dtype if draft_dtype is None else draft_dtype)):
+        if given != "auto" and (not isinstance(given, str) or given not in DTYPES):
+            raise RequestError(f"{word} is {given!r}; allowed are {', '.join(DTYPES)} and auto")
+    if draft_dtype is not None and speculation == "off":
+        raise RequestError(f"draft_dtype is {draft_dtype!r} and speculation is off; drop one of the two")
+    if block_size is not None and speculation == "off":
+        raise RequestError(f"block_size is {block_size} and speculation is off; drop one of the two")
+    if tap_stream not in (None, "auto", *TAP_STREAMS):
+        raise RequestError(f'tap_stream is {tap_stream!r}; allowed are "prefix", "attn_res" and "auto"')
+    if tap_stream is not None and speculation == "off":
+        raise RequestError(f"tap_stream is {tap_stream!r} and speculation is off; drop one of the two")
+
+
+def _check_named(draft: str | Path | None, target: str | Path | None, speculation: SpeculationMode) -> None:
+    if draft is not None and target is None:
+        raise PairError(f"draft {draft} needs its target; name it with target (--target on the command line)")
+    if draft is None and target is not None and speculation == "required":
+        raise PairError(f"target {target} has no draft; name one, or turn speculation off (--no-draft)")
+
+
+def _draft_or_reason(speculation: SpeculationMode, read: Callable[[], DraftModel]) -> tuple[DraftModel | None, str]:
+    """The draft, or None and why; where speculation is required, what kept it from being read is raised."""
+    if speculation == "off":
+        return None, "speculation is switched off"
+    try:
+        return read(), ""
+    except BlockdraftError as error:
+        if speculation == "required":
+            raise
+        return None, f"the draft was left out: {error}"
 
 
 def _load_draft(
