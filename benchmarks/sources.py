@@ -10,6 +10,8 @@ its selector gave each proposal. On these a renewal walk counts, for any rule, t
   best cut           the same with the future known: no rule can do better
   lookup             where the text has ended like this before (engine/lookup.py), its continuation is scored and
                      nothing is drafted; elsewhere the best fixed width
+  adaptive           the engine's policy (engine/adaptive.py), which is told these prices and learns the rest, one text
+                     after the other; with what the draft's record says beforehand, and `without lookup`
 Seconds are prices in plain steps: a pass of the draft, a proposal drafted, a position scored. Intervals: 95 %,
 bootstrap over prompts of the ratio to the best fixed width of the same set and prices.
 """
@@ -18,13 +20,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import common, session
 from benchmarks.adaptive import COPY
+from blockdraft import stats as st
 from blockdraft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,6 +61,15 @@ PRICES = (
 
 
 @dataclass(frozen=True)
+class Text:
+    """A greedy text: all ids, how many of them are the prompt's, and the block at every position but the last."""
+
+    ids: list[int]
+    num_prompt: int
+    blocks: list[Block]
+
+
+@dataclass(frozen=True)
 class Block:
     """A block at one position of a text: how many proposals stand, and the draft's probability of each."""
 
@@ -88,6 +100,8 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
+    from blockdraft.engine.tune import known_acceptance
+
     settings = session.settings(options)
     work = common.Work.open(options.work / f"sources.{options.dtype}.jsonl", settings, session.run_facts(options))
     prompts = {name: _prompts(options, name) for name in SETS}
@@ -95,8 +109,9 @@ def measure(options: argparse.Namespace) -> int:
     engine = session.load_engine(options) if todo else None
     for number, prompt in enumerate(todo, start=1):
         assert engine is not None
-        work.append(prompt.id, "blocks", {"blocks": blocks_of(engine, prompt, options.max_new_tokens)})
+        work.append(prompt.id, "blocks", blocks_of(engine, prompt, options.max_new_tokens))
         session.note(f"{number} of {len(todo)} prompts")
+    prior = known_acceptance(session.draft_folder(options))
     result = {
         "what": "rules for the proposals of a step, replayed on blocks at every position of greedy texts",
         "settings": settings,
@@ -104,12 +119,16 @@ def measure(options: argparse.Namespace) -> int:
         "prompts_sha256": {name: common.prompts_digest(members) for name, members in prompts.items()},
         "prices": [vars(price) for price in PRICES],
         "sets": {
-            name: _set_entry([[Block(**b) for b in work.records[p.id, "blocks"]["blocks"]] for p in members])
+            name: _set_entry([_text(work.records[p.id, "blocks"]) for p in members], prior)
             for name, members in prompts.items()
         },
     }
     common.write_json(options.results / RESULT, result)
     return 0
+
+
+def _text(record: Mapping[str, Any]) -> Text:
+    return Text(record["ids"], record["num_prompt"], [Block(**block) for block in record["blocks"]])
 
 
 def _prompts(options: argparse.Namespace, name: str) -> list[common.Prompt]:
@@ -123,7 +142,7 @@ def _prompts(options: argparse.Namespace, name: str) -> list[common.Prompt]:
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
-def blocks_of(engine: Engine, prompt: common.Prompt, max_new_tokens: int) -> list[dict[str, Any]]:
+def blocks_of(engine: Engine, prompt: common.Prompt, max_new_tokens: int) -> dict[str, Any]:
     """The text of one prompt, and a block of the draft at every position of it."""
     import torch
 
@@ -153,7 +172,7 @@ def blocks_of(engine: Engine, prompt: common.Prompt, max_new_tokens: int) -> lis
             block = Block(_same(proposed, rest), probabilities, len(rest), match, _same(match, rest))
             found.append(vars(block))
             draft.inject(taps_TNE[at : at + 1], cache)
-    return found
+    return {"ids": ids, "num_prompt": first, "blocks": found}
 
 
 def _walked(draft: Any, hidden_LD: Any, anchor_id: int, logits_GV: Any) -> tuple[list[int], list[float]]:
@@ -249,35 +268,100 @@ def fit_curve(texts: Sequence[Sequence[Block]], num_rounds: int = 200) -> list[f
     return curve
 
 
+# ---- the engine's policy ---------------------------------------------------------------------------------------------
+class _Row:
+    """What the policy reads of a running row."""
+
+    has_fixed_width = False
+
+    def __init__(self, text: Text) -> None:
+        self.ids, self.num_pending = text.ids[: text.num_prompt + 1], 0
+        self.stats = st.RequestStats()
+
+
+def serve(texts: Sequence[Text], prices: Prices, prior: list[float] | None, *, looks_up: bool) -> list[Cost]:
+    """Tokens and seconds of each text under the adaptive policy, which goes through them in order."""
+    from blockdraft.engine.adaptive import AdaptiveWidth
+    from blockdraft.engine.costs import CostModel, StepCosts
+    from blockdraft.engine.times import StepTimes
+
+    most_width = len(texts[0].blocks[0].probabilities) + 1
+    model = CostModel(
+        knots=((1, 1.0), (most_width, 1.0 + prices.position * (most_width - 1))),
+        score_row_s=0.0,
+        context_s=0.0,
+        other_s=0.0,
+        other_row_s=0.0,
+        other_position_s=0.0,
+        draft_pass_s=prices.a_pass,
+        draft_row_s=0.0,
+        draft_position_s=prices.proposal,
+        inject_s=0.0,
+        inject_position_s=0.0,
+    )
+    policy: Any = AdaptiveWidth(StepCosts(model), num_positions=most_width - 1, prior=prior)
+    costs = []
+    for text in texts:
+        row, at, seconds = _Row(text), 0, 0.0
+        while at < len(text.blocks):
+            if not looks_up:
+                row.ids = list(range(len(row.ids)))  # a text in which nothing occurs twice
+            block = text.blocks[at]
+            [width] = policy.choose([row], [max(1, min(most_width, block.num_left))])
+            [offer] = policy.offers([row], [width])
+            right = 0 if width == 1 else block.num_right
+            if offer is not None:
+                right = _same(offer, text.ids[len(row.ids) :])
+            accepted = min(right, width - 1)
+            times = StepTimes(score_s=1.0 + prices.position * (width - 1), num_rows=1, num_scored=width)
+            if width > 1 and offer is None:
+                times.propose_s = prices.a_pass + prices.proposal * (width - 1)
+            seconds += times.total_s
+            at += accepted + 1
+            row.ids = text.ids[: text.num_prompt + 1 + at]
+            row.stats.add_step(num_draft=width - 1, num_accepted=accepted, num_emitted=accepted + 1)
+            policy.record([row], [width], [accepted], times)
+        costs.append(Cost(float(at), seconds))
+    return costs
+
+
 # ---- results ---------------------------------------------------------------------------------------------------------
-def _set_entry(texts: Sequence[Sequence[Block]]) -> dict[str, Any]:
-    curves = [fit_curve(texts[1::2]), fit_curve(texts[0::2])]
+def _set_entry(texts: Sequence[Text], prior: list[float] | None) -> dict[str, Any]:
+    blocks = [text.blocks for text in texts]
+    curves = [fit_curve(blocks[1::2]), fit_curve(blocks[0::2])]
     return {
         "num_prompts": len(texts),
-        "num_blocks": sum(map(len, texts)),
-        "share_with_match": sum(bool(b.match) for t in texts for b in t) / sum(map(len, texts)),
-        "calibration": _calibration(texts),
+        "num_blocks": sum(map(len, blocks)),
+        "share_with_match": sum(bool(b.match) for t in blocks for b in t) / sum(map(len, blocks)),
+        "calibration": _calibration(blocks),
         "curves": curves,
-        "by_prices": {prices.name: _priced(texts, curves, prices) for prices in PRICES},
+        "by_prices": {prices.name: _priced(texts, curves, prices, prior) for prices in PRICES},
     }
 
 
-def _priced(texts: Sequence[Sequence[Block]], curves: Sequence[Sequence[float]], prices: Prices) -> dict[str, Any]:
-    most = len(texts[0][0].probabilities) + 1
-    costs = {f"w{w}": [walk(t, partial(fixed, w), prices) for t in texts] for w in range(1, most + 1)}
+def _priced(
+    texts: Sequence[Text], curves: Sequence[Sequence[float]], prices: Prices, prior: list[float] | None
+) -> dict[str, Any]:
+    blocks = [text.blocks for text in texts]
+    most = len(blocks[0][0].probabilities) + 1
+    costs = {f"w{w}": [walk(t, partial(fixed, w), prices) for t in blocks] for w in range(1, most + 1)}
     best = max(costs, key=lambda name: _rate(costs[name]))
     plain, width = _rate(costs["w1"]), int(best[1:])
     price = prices.position * _rate(costs[best])
-    costs["cut"] = [walk(t, partial(cut, curves[i % 2], price), prices) for i, t in enumerate(texts)]
-    costs["best cut"] = [walk(t, best_cut, prices) for t in texts]
-    costs["lookup"] = [walk(t, partial(lookup, partial(fixed, width)), prices) for t in texts]
-    costs["lookup alone"] = [walk(t, partial(lookup, partial(fixed, 1)), prices) for t in texts]
+    rules = {
+        "cut": [walk(t, partial(cut, curves[i % 2], price), prices) for i, t in enumerate(blocks)],
+        "best cut": [walk(t, best_cut, prices) for t in blocks],
+        "lookup": [walk(t, partial(lookup, partial(fixed, width)), prices) for t in blocks],
+        "lookup alone": [walk(t, partial(lookup, partial(fixed, 1)), prices) for t in blocks],
+        "adaptive": serve(texts, prices, prior, looks_up=True),
+        "adaptive without lookup": serve(texts, prices, prior, looks_up=False),
+    }
     return {
         "best_fixed": best,
-        "to_plain": {name: _rate(found) / plain for name, found in costs.items()},
+        "to_plain": {name: _rate(found) / plain for name, found in (costs | rules).items()},
         "to_best_fixed": {
-            name: {"estimate": _rate(costs[name]) / _rate(costs[best]), **_interval(costs[name], costs[best])}
-            for name in ("cut", "best cut", "lookup", "lookup alone")
+            name: {"estimate": _rate(found) / _rate(costs[best]), **_interval(found, costs[best])}
+            for name, found in rules.items()
         },
     }
 
