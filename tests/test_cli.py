@@ -306,6 +306,7 @@ OPTIONS = {
         "--device",
         "--device-map",
         "--quantize",
+        "--weights",
         "--threads",
         "--json",
         "--trust-remote-code",

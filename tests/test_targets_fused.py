@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from blockdraft.errors import PairError
-from blockdraft.targets import HFTarget
+from blockdraft.errors import RequestError, UnavailableError
+from blockdraft.packed import can_multiply_int8
+from blockdraft.targets import HFTarget, load_target
 from blockdraft.targets.fused import FusedTarget
 from blockdraft.targets.fused.attention import capacity
 from blockdraft.targets.fused.weights import Norm
@@ -17,9 +21,14 @@ from tiny_targets import random_ids, tiny_model
 TAPS = (0, 2, 3)
 
 
-def make(*, dtype: torch.dtype = torch.float64, pack: bool = False, **changes: object) -> FusedTarget:
+needs_int8 = pytest.mark.skipif(not can_multiply_int8(), reason="no exact 8-bit products on this machine")
+
+
+def make(
+    *, dtype: torch.dtype = torch.float64, pack: bool = False, weights: Any = None, **changes: object
+) -> FusedTarget:
     model = tiny_model("llama", **changes).to(dtype)
-    return FusedTarget(model, HFTarget(model).facts, TAPS, pack=pack)
+    return FusedTarget(model, HFTarget(model).facts, TAPS, pack=pack, weights=weights)
 
 
 def fresh(target: FusedTarget, ids: Tensor) -> Tensor:
@@ -115,15 +124,6 @@ def test_a_row_holds_what_the_formula_says() -> None:
     assert row.num_bytes == 0
 
 
-def test_a_model_that_computes_something_else_is_refused() -> None:
-    model = tiny_model("llama")
-    facts = HFTarget(model).facts
-    FusedTarget(model, facts, TAPS, pack=False)
-    model.model.layers[1].mlp.act_fn = nn.Tanh()
-    with pytest.raises(PairError, match=r"is off by .*fused=False"):
-        FusedTarget(model, facts, TAPS, pack=False)
-
-
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 def test_the_norm_is_the_root_mean_square_also_of_lopsided_rows(scale: float) -> None:
     x = torch.randn(5, 33, dtype=torch.float64) * scale
@@ -136,3 +136,51 @@ def test_the_norm_is_the_root_mean_square_also_of_lopsided_rows(scale: float) ->
         got = Norm(weight_low, 1e-5)(x_low)
         assert got.dtype == dtype
         torch.testing.assert_close(got.double(), want, atol=limit, rtol=limit)
+
+
+# ---- 8-bit weights ---------------------------------------------------------------------------------------------------
+def rounded_model() -> Any:
+    """The tiny model with every matrix that is multiplied on the grid of its rows; the embedding as it is."""
+    model = tiny_model("llama", attention_bias=True).float()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            with torch.no_grad():
+                step = module.weight.abs().amax(dim=1, keepdim=True) / 127
+                module.weight.copy_((module.weight / step).round() * step)
+    return model
+
+
+@needs_int8
+def test_int8_is_the_model_of_the_rounded_weights_and_says_how_far_it_is() -> None:
+    plain = tiny_model("llama", attention_bias=True).float()
+    target = FusedTarget(plain, HFTarget(plain).facts, TAPS, pack=False, weights="int8")
+    ids = random_ids(40)
+    row = target.new_row()
+    got = torch.cat([target.forward([part], [row])[0].logits_TV for part in ids.split([17, 1, 8, 14])])
+    want = rounded_model()(input_ids=ids[None]).logits[0].detach()
+    torch.testing.assert_close(got, want, atol=2e-3 * float(want.abs().max()), rtol=0)
+    exact = plain(input_ids=ids[None]).logits[0].detach()
+    error = float(((got - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
+    assert 1e-3 < error < 0.1  # another model, by a little
+    torch.testing.assert_close(target.embed(ids), plain.get_input_embeddings().weight[ids].detach())
+
+
+@needs_int8
+def test_int8_weights_are_asked_for_by_name_or_refused(tmp_path: Path) -> None:
+    tiny_model("llama").float().save_pretrained(tmp_path / "llama")
+    tiny_model("mistral").float().save_pretrained(tmp_path / "mistral")
+    ids = random_ids(9)
+
+    def logits(**options: Any) -> Tensor:
+        target: Any = load_target(tmp_path / "llama", dtype=torch.float32, **options)
+        return fresh(target, ids)
+
+    plain, int8 = logits(), logits(weights="int8")
+    assert not torch.equal(plain, int8)
+    torch.testing.assert_close(int8, plain, atol=0.05 * float(plain.abs().max()), rtol=0)
+    with pytest.raises(RequestError, match="weights is 'int4'; allowed is \"int8\""):
+        logits(weights="int4")
+    with pytest.raises(UnavailableError, match="fused=False was given"):
+        logits(weights="int8", fused=False)
+    with pytest.raises(UnavailableError, match="'mistral' has none"):
+        load_target(tmp_path / "mistral", weights="int8")

@@ -25,7 +25,7 @@ from blockdraft.errors import BlockdraftError, PairError, RequestError, Unavaila
 from blockdraft.formats import read as read_checkpoint
 from blockdraft.formats.source import locate
 from blockdraft.targets import ensure_target, load_target
-from blockdraft.targets.loading import DeviceMap, check_placement
+from blockdraft.targets.loading import DeviceMap, WeightsForm, check_placement, check_weights
 from blockdraft.targets.quantised import QuantizeMode
 from blockdraft.targets.stored import StoredTarget, find_target
 from blockdraft.text import load_tokenizer
@@ -56,6 +56,7 @@ def load(
     device: str = "cpu",
     device_map: DeviceMap | None = None,
     quantize: QuantizeMode | None = None,
+    weights: WeightsForm | None = None,
     speculation: SpeculationMode = "required",
     max_rows: int = 16,
     max_waiting: int | None = None,
@@ -73,7 +74,8 @@ def load(
     `speculation`: "required" makes a draft that does not fit, or is not there, an error; "optional" goes on without
     it and says so in every completion; "off" loads no draft. `dtype` holds for both halves, "auto" is each as it is
     stored; `draft_dtype` is for the draft alone. `device_map` spreads the target over devices and `quantize` makes it
-    int8 or nf4 while it is read (bitsandbytes), see `load_target`; the draft lies where the target's embedding does,
+    int8 or nf4 while it is read (bitsandbytes), `weights` "int8" rounds it to 8 bits for the CPU, see `load_target`: in
+    both cases the texts are those of the rounded target; the draft lies where the target's embedding does,
     in its own number format. `progress` is called with what a first-time fetch is doing and the share of it that is
     done. `allow_mask_is_eos` consents to a draft whose mask id also ends or pads a text. `max_rows`, `max_waiting`,
     `memory_limit`, `prefix_cache_bytes`: the engine's. `block_size` is for a draft whose files state none.
@@ -85,6 +87,7 @@ def load(
     _check_options(width, speculation, dtype, draft_dtype, block_size, tap_stream)
     place = _checked_device(device)
     check_placement(device_map, place, quantize)
+    check_weights(weights, place)
     _check_named(draft, target, speculation)
     stored = find_target(target or ensure_target(progress=progress), trust_remote_code=trust_remote_code)
     given = (draft, stored, place, draft_dtype or dtype, target is None, allow_mask_is_eos, block_size, tap_stream)
@@ -96,6 +99,7 @@ def load(
         device=place,
         device_map=device_map,
         quantize=quantize,
+        weights=weights,
         tap_stream=(None if model is None else model.config.tap_stream) or "prefix",
     )
     if model is not None:
@@ -123,7 +127,7 @@ def load(
             target_folder=stored.path,
             draft_folder=builtin_draft() if draft is None else locate(draft, what="draft"),
             max_rows=max_rows,
-            options={"quantize": quantize, "device_map": device_map},
+            options={"quantize": quantize, "weights": weights, "device_map": device_map},
         )
     return engine
 

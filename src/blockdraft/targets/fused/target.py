@@ -8,7 +8,7 @@ Letters: F new positions of all rows, T of one row, N taps, E target width, A he
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from blockdraft.errors import PairError
 
 from ..contract import Row, Scored, check_forward, checked_length
 from .attention import FusedRow, Heads, Places
-from .weights import Norm, fused_layer, matrix
+from .weights import Form, Norm, fused_layer, matrix
 
 __all__ = ["FusedTarget", "can_fuse"]
 
@@ -49,14 +49,24 @@ def can_fuse(model: Any) -> bool:
 class FusedTarget:
     """A target that holds the fused weights of a transformers model; the model itself may be dropped afterwards.
 
-    Raises PairError when the fused computation does not give the model's own logits on a short probe.
+    Raises PairError when the fused computation does not give the model's own logits on a short probe. With int8 weights
+    it is another model by a little, and its texts are that model's.
     """
 
     tap_stream: TapStream = "prefix"
     can_truncate = True
 
-    def __init__(self, model: Any, facts: TargetFacts, tap_layer_ids: Sequence[int], *, pack: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        facts: TargetFacts,
+        tap_layer_ids: Sequence[int],
+        *,
+        pack: bool,
+        weights: Literal["int8"] | None = None,
+    ) -> None:
         config, decoder = model.config, model.model
+        form: Form = weights or ("packed" if pack else "plain")
         self.facts, self.tap_layer_ids = facts, tuple(tap_layer_ids)
         self._embedding: Tensor = decoder.embed_tokens.weight.detach()
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
@@ -72,12 +82,10 @@ class FusedTarget:
         self._rotary = decoder.rotary_emb
         self._turns_S2A: Tensor | None = None
         shape = self._heads
-        self._layers = [
-            fused_layer(layer, shape.num_query, shape.num_kv, shape.eps, pack=pack) for layer in decoder.layers
-        ]
+        self._layers = [fused_layer(layer, shape.num_query, shape.num_kv, shape.eps, form) for layer in decoder.layers]
         self._norm = Norm(decoder.norm.weight, shape.eps)
-        self._head = matrix([model.lm_head], pack=pack)
-        self._check_against(model)
+        self._head = matrix([model.lm_head], form)
+        self._check_against(model, form)
 
     def new_row(self) -> Row:
         return FusedRow(self)
@@ -179,7 +187,7 @@ class FusedTarget:
             raise ValueError("this row belongs to another target")
         return row
 
-    def _check_against(self, model: Any) -> None:
+    def _check_against(self, model: Any, form: Form) -> None:
         """A few ids through both: a family that computes something else shows now and not in a request."""
         count = min(6, self.facts.max_length)
         ids_T = torch.arange(count, device=self.device) * max(1, self.facts.vocab_size // 7)
@@ -193,6 +201,8 @@ class FusedTarget:
         off_T = (scored.logits_TV - expected_TV).double().norm(dim=-1) / expected_TV.double().norm(dim=-1)
         error = float(off_T.median())
         eps = max(torch.finfo(self.dtype).eps, torch.finfo(torch.float32).eps)  # these models norm in float32 at least
+        if form == "int8":
+            eps = max(eps, 2.0**-5)
         if not error <= eps**0.5:
             raise PairError(
                 f"target family {self.facts.model_type!r}: the fused computation is off by {error:.1%} from"
