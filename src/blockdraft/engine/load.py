@@ -121,13 +121,10 @@ def load(
     )
     engine.tap_choice = choice
     if width == "adaptive" and model is not None:
+        folder = builtin_draft() if draft is None else locate(draft, what="draft")
+        options = {"quantize": quantize, "weights": weights, "device_map": device_map}
         engine.width_policy = adaptive_width(
-            loaded,
-            model,
-            target_folder=stored.path,
-            draft_folder=builtin_draft() if draft is None else locate(draft, what="draft"),
-            max_rows=max_rows,
-            options={"quantize": quantize, "weights": weights, "device_map": device_map},
+            loaded, model, target_folder=stored.path, draft_folder=folder, max_rows=max_rows, options=options
         )
     return engine
 
