@@ -128,6 +128,17 @@ def test_without_names_the_built_in_pair_is_meant(
     assert "the draft was left out" in load(speculation="optional").draft_off_reason
 
 
+def test_an_empty_name_is_not_no_name(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetched(**_: object) -> Path:
+        raise AssertionError("the built-in target was not asked for")
+
+    monkeypatch.setattr(import_module("blockdraft.engine.load"), "ensure_target", fetched)
+    with pytest.raises(BlockdraftError):
+        load(tiny_pair.draft, "")
+    with pytest.raises(BlockdraftError):
+        load(None, "", speculation="off")
+
+
 def test_the_built_in_draft_stands_in_the_package() -> None:
     folder = load_module.builtin_draft()
     assert folder.parts[-3:] == ("blockdraft", "data", "smollm2-135m")

@@ -89,7 +89,8 @@ def load(
     check_placement(device_map, place, quantize)
     check_weights(weights, place)
     _check_named(draft, target, speculation)
-    stored = find_target(target or ensure_target(progress=progress), trust_remote_code=trust_remote_code)
+    named = ensure_target(progress=progress) if target is None else target
+    stored = find_target(named, trust_remote_code=trust_remote_code)
     given = (draft, stored, place, draft_dtype or dtype, target is None, allow_mask_is_eos, block_size, tap_stream)
     model, reason = _draft_or_reason(speculation, lambda: _load_draft(*given))
     loaded = load_target(
@@ -140,21 +141,17 @@ def _check_options(
     """Nothing; a RequestError for a word that is none of the allowed ones, or that has no effect."""
     if width not in (None, "adaptive"):
         raise RequestError(f'width is {width!r}; "adaptive" or None here, and a number in a request')
-    if width is not None and speculation == "off":
-        raise RequestError(f"width is {width!r} and speculation is off; drop one of the two")
     if speculation not in ("required", "optional", "off"):
         raise RequestError(f'speculation is {speculation!r}; allowed are "required", "optional" and "off"')
     for word, given in (("dtype", dtype), ("draft_dtype", dtype if draft_dtype is None else draft_dtype)):
         if given != "auto" and (not isinstance(given, str) or given not in DTYPES):
             raise RequestError(f"{word} is {given!r}; allowed are {', '.join(DTYPES)} and auto")
-    if draft_dtype is not None and speculation == "off":
-        raise RequestError(f"draft_dtype is {draft_dtype!r} and speculation is off; drop one of the two")
-    if block_size is not None and speculation == "off":
-        raise RequestError(f"block_size is {block_size} and speculation is off; drop one of the two")
     if tap_stream not in (None, "auto", *TAP_STREAMS):
         raise RequestError(f'tap_stream is {tap_stream!r}; allowed are "prefix", "attn_res" and "auto"')
-    if tap_stream is not None and speculation == "off":
-        raise RequestError(f"tap_stream is {tap_stream!r} and speculation is off; drop one of the two")
+    idle = {"width": width, "draft_dtype": draft_dtype, "block_size": block_size, "tap_stream": tap_stream}
+    for word, given in idle.items():
+        if given is not None and speculation == "off":
+            raise RequestError(f"{word} is {given!r} and speculation is off; drop one of the two")
 
 
 def _check_named(draft: str | Path | None, target: str | Path | None, speculation: SpeculationMode) -> None:
