@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -81,12 +80,7 @@ class _Way:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--width", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--context", type=int, default=128, help="positions before the blocks")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--results", type=Path, default=session.ROOT / "results")
+    session.add_step_options(parser, repeats=15, context=128, context_help="positions before the blocks")
     options = parser.parse_args()
     import torch
 
@@ -99,15 +93,7 @@ def main() -> int:
             "times_cheaper": "median of mixers' seconds / median of recurrence's seconds, for the same kept positions",
             "of_step": "median of the recurrence's seconds / median of the step's seconds",
         },
-        "settings": {
-            "width": options.width,
-            "context": options.context,
-            "repeats": options.repeats,
-            "threads": options.threads,
-            "device": options.device,
-            "dtype": "float32",
-            "weights": "random",
-        },
+        "settings": session.step_settings(options),
         "runs": [{**session.run_facts(options), "load_average": [started, session.load_average()]}],
         "shapes": shapes,
     }

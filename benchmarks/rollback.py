@@ -461,23 +461,15 @@ def main() -> int:
     parser.add_argument(
         "--work", type=Path, default=session.ROOT / "benchmarks" / "work", help="folder of the work file"
     )
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--write", type=Path, metavar="FILE")
-    action.add_argument("--check", type=Path, metavar="FILE")
+    session.add_document(parser)
     options = parser.parse_args()
     file = options.results / RESULT
-    if options.write:
-        options.write.write_text(written(options.write.read_text("utf-8"), markdown.read(file)), encoding="utf-8")
-    elif options.check:
-        text = options.check.read_text("utf-8")
-        if written(text, markdown.read(file)) != text:
-            print(f"{options.check.name} does not show the results; run python -m benchmarks.rollback --write")
-            return 1
-    else:
-        import torch
+    if options.write or options.check:
+        return session.show(options, lambda text: written(text, markdown.read(file)), "rollback")
+    import torch
 
-        torch.set_num_threads(options.threads)
-        common.write_json(file, result(options))
+    torch.set_num_threads(options.threads)
+    common.write_json(file, result(options))
     return 0
 
 

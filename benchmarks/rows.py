@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmarks import common, markdown, session
@@ -139,26 +138,14 @@ def written(text: str, found: Mapping[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--width", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--context", type=int, default=64, help="positions of the shortest row before the steps")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--results", type=Path, default=session.ROOT / "results")
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--write", type=Path, metavar="FILE")
-    action.add_argument("--check", type=Path, metavar="FILE")
+    session.add_step_options(
+        parser, repeats=5, context=64, context_help="positions of the shortest row before the steps"
+    )
+    session.add_document(parser)
     options = parser.parse_args()
     file = options.results / RESULT
-    if options.write:
-        options.write.write_text(written(options.write.read_text("utf-8"), markdown.read(file)), encoding="utf-8")
-        return 0
-    if options.check:
-        text = options.check.read_text("utf-8")
-        is_shown = written(text, markdown.read(file)) == text
-        if not is_shown:
-            print(f"{options.check.name} does not show the results; run python -m benchmarks.rows --write")
-        return 0 if is_shown else 1
+    if options.write or options.check:
+        return session.show(options, lambda text: written(text, markdown.read(file)), "rows")
     import torch
 
     torch.set_num_threads(options.threads)
@@ -170,15 +157,7 @@ def main() -> int:
     result = {
         "what": "seconds of a step of several rows of one target, in one pass and in a pass for each row",
         "formulas": {"times_faster": "median over steps of (seconds of a pass for each / seconds of one pass)"},
-        "settings": {
-            "width": options.width,
-            "context": options.context,
-            "repeats": options.repeats,
-            "threads": options.threads,
-            "device": options.device,
-            "dtype": "float32",
-            "weights": "random",
-        },
+        "settings": session.step_settings(options),
         "runs": [{**session.run_facts(options), "load_average": [started, session.load_average()]}],
         "shapes": shapes,
     }

@@ -44,6 +44,43 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def add_document(made: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """--write FILE and --check FILE: no measurement, but a document that shows a result."""
+    action = made.add_mutually_exclusive_group()
+    action.add_argument("--write", type=Path, metavar="FILE")
+    action.add_argument("--check", type=Path, metavar="FILE")
+    return action
+
+
+def show(options: argparse.Namespace, written: Callable[[str], str], script: str) -> int:
+    """Make the document of --write anew, or see whether that of --check is new; the exit code."""
+    document: Path = options.write or options.check
+    text = document.read_text("utf-8")
+    fresh = written(text)
+    if options.write:
+        document.write_text(fresh, encoding="utf-8")
+    elif fresh != text:
+        print(f"{document.name} does not show the results; run python -m benchmarks.{script} --write")
+        return 1
+    return 0
+
+
+def add_step_options(made: argparse.ArgumentParser, *, repeats: int, context: int, context_help: str) -> None:
+    """What times steps of random models takes."""
+    made.add_argument("--width", type=int, default=8)
+    made.add_argument("--repeats", type=int, default=repeats)
+    made.add_argument("--context", type=int, default=context, help=context_help)
+    made.add_argument("--threads", type=int, default=1)
+    made.add_argument("--device", default="cpu")
+    made.add_argument("--results", type=Path, default=ROOT / "results")
+
+
+def step_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Those options as a result states them."""
+    names = ("width", "context", "repeats", "threads", "device")
+    return {name: getattr(options, name) for name in names} | {"dtype": "float32", "weights": "random"}
+
+
 def widths(text: str) -> list[int]:
     """The widths of an option such as 3,5,8."""
     return [int(word) for word in text.split(",")]

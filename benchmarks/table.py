@@ -182,19 +182,12 @@ def written(text: str, results: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--results", type=Path, default=session.ROOT / "results")
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--write", type=Path, metavar="FILE")
-    action.add_argument("--check", type=Path, metavar="FILE")
+    action = session.add_document(parser)
     action.add_argument("--card", type=Path, metavar="FOLDER")
     options = parser.parse_args()
-    if options.write:
-        options.write.write_text(written(options.write.read_text("utf-8"), options.results), encoding="utf-8")
-    elif options.check:
-        text = options.check.read_text("utf-8")
-        if written(text, options.results) != text:
-            print(f"{options.check.name} does not show the results; run python -m benchmarks.table --write")
-            return 1
-    elif options.card:
+    if options.write or options.check:
+        return session.show(options, lambda text: written(text, options.results), "table")
+    if options.card:
         from blockdraft.train.card import write_card
 
         print(write_card(options.card, [options.results / "acceptance.json"]))

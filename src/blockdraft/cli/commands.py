@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli.generate import set_threads
+from blockdraft.cli.options import AllowMaskIsEos, Threads
 from blockdraft.cli.show import FetchProgress, has_colours, note
 from blockdraft.errors import RequestError, UnavailableError, shown
 
@@ -32,7 +33,7 @@ def train(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON.")] = False,
     stop_after: Annotated[int | None, typer.Option(help="Pause at this step; the next call goes on.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: Threads = None,
     no_gates: Annotated[bool, typer.Option("--no-gates", help="Skip the checks before the first step.")] = False,
     tracker: Annotated[str | None, typer.Option(help="Send the metrics to trackio, wandb or tensorboard too.")] = None,
 ) -> None:
@@ -107,9 +108,7 @@ def inspect(
         int | None, typer.Option(help="Rows of the draft's block, for a draft whose files do not say.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
-    allow_mask_is_eos: Annotated[
-        bool, typer.Option("--allow-mask-is-eos", help="Accept a draft whose mask id also ends or pads a text.")
-    ] = False,
+    allow_mask_is_eos: AllowMaskIsEos = False,
     plan: Annotated[
         bool, typer.Option("--plan", help="Instead: memory, step times and speed-up of the pair on some GPUs.")
     ] = False,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from blockdraft.cli.options import AllowMaskIsEos
+
 if TYPE_CHECKING:
     from blockdraft.config import TargetFacts
 
@@ -29,9 +31,7 @@ def convert(
         int | None, typer.Option(help="Rows of the draft's block, for a draft whose files do not say.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier checkpoint in DST.")] = False,
-    allow_mask_is_eos: Annotated[
-        bool, typer.Option("--allow-mask-is-eos", help="Accept a draft whose mask id also ends or pads a text.")
-    ] = False,
+    allow_mask_is_eos: AllowMaskIsEos = False,
 ) -> None:
     """Write a draft in another dialect and read it back; what the dialect cannot express is refused.
 

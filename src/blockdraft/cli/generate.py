@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blockdraft.cli.options import AllowMaskIsEos, TapStreamToRead, Threads, TrustRemoteCode
 from blockdraft.cli.show import FetchProgress, as_json_object, compare_ways, note, watch
 from blockdraft.errors import RequestError, shown
 
@@ -87,17 +88,11 @@ def generate(
         str | None,
         typer.Option(help="int8: round the target's weights to 8 bits on the CPU. Faster; the text is that target's."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that a target brings.")
-    ] = False,
-    allow_mask_is_eos: Annotated[
-        bool, typer.Option("--allow-mask-is-eos", help="Accept a draft whose mask id also ends or pads a text.")
-    ] = False,
-    tap_stream: Annotated[
-        str | None, typer.Option(help="Kimi K3: the stream that the draft reads; prefix, attn_res or auto.")
-    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_mask_is_eos: AllowMaskIsEos = False,
+    tap_stream: TapStreamToRead = None,
 ) -> None:
     """Watch tokens arrive, coloured by how they were won."""
     from blockdraft.accept import SamplingParams

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from blockdraft.cli.options import AllowMaskIsEos
 from blockdraft.cli.show import note
 
 if TYPE_CHECKING:
@@ -60,9 +61,7 @@ def launch(
     allow_degraded: Annotated[
         bool, typer.Option("--allow-degraded", help="Start although less will be accepted than the draft could.")
     ] = False,
-    allow_mask_is_eos: Annotated[
-        bool, typer.Option("--allow-mask-is-eos", help="Accept a draft whose mask id also ends or pads a text.")
-    ] = False,
+    allow_mask_is_eos: AllowMaskIsEos = False,
     floor: Annotated[
         float | None, typer.Option(help="Tokens a step that must be accepted. Without it, by the draft's card.")
     ] = None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdraft.cli.generate import set_threads
+from blockdraft.cli.options import AllowMaskIsEos, TapStreamToRead, Threads, TrustRemoteCode
 from blockdraft.cli.show import FetchProgress, note
 from blockdraft.errors import PairError, RequestError, UnavailableError
 
@@ -41,16 +42,10 @@ def verify(
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that a target brings.")
-    ] = False,
-    allow_mask_is_eos: Annotated[
-        bool, typer.Option("--allow-mask-is-eos", help="Accept a draft whose mask id also ends or pads a text.")
-    ] = False,
-    tap_stream: Annotated[
-        str | None, typer.Option(help="Kimi K3: the stream that the draft reads; prefix, attn_res or auto.")
-    ] = None,
+    threads: Threads = None,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_mask_is_eos: AllowMaskIsEos = False,
+    tap_stream: TapStreamToRead = None,
 ) -> None:
     """Is this pair compatible, correct and lossless? Exit 0: nothing was found; 1: something was, and what."""
     if url is not None:

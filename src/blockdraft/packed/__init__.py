@@ -7,6 +7,6 @@ know torch only: nothing about drafts, targets or files.
 from __future__ import annotations
 
 from blockdraft.packed.int8 import Int8Linear, can_multiply_int8
-from blockdraft.packed.linear import PackedLinear, can_pack, pack_linears_
+from blockdraft.packed.linear import PackedLinear, Separately, can_pack, pack_linears_
 
-__all__ = ["Int8Linear", "PackedLinear", "can_multiply_int8", "can_pack", "pack_linears_"]
+__all__ = ["Int8Linear", "PackedLinear", "Separately", "can_multiply_int8", "can_pack", "pack_linears_"]

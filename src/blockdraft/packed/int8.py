@@ -13,7 +13,8 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from blockdraft.packed.linear import Separately
 
 __all__ = ["Int8Linear", "can_multiply_int8"]
 
@@ -21,7 +22,7 @@ _MOST = 127
 _REST = 2 * _MOST  # the coarse number is off by at most 1/2
 
 
-class Int8Linear:
+class Int8Linear(Separately):
     """A stand-in for one ``nn.Linear`` on the CPU, without gradients."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -55,19 +56,6 @@ class Int8Linear:
             whole_FK, 1.0, 0, self._packed, self.scale_N, self._zero_N, None, 1.0, 0, torch.float32, "none", [], ""
         )
         return y_FN
-
-    # The same calls that a packed layer offers; here they are made one after another.
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """The layer's result plus ``other``."""
-        return other + self(x)
-
-    def silu(self, x: Tensor) -> Tensor:
-        """SiLU of the layer's result."""
-        return F.silu(self(x))
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """The layer's result times ``other``, element by element."""
-        return self(x) * other
 
 
 @cache

@@ -11,8 +11,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-__all__ = ["PackedLinear", "can_pack", "pack_linears_"]
+__all__ = ["PackedLinear", "Separately", "can_pack", "pack_linears_"]
+
+
+class Separately:
+    """What a packed layer does to its result before writing it, one after another; the call is the subclass's."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """The result plus ``other``."""
+        return other + self(x)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """SiLU of the result."""
+        return F.silu(self(x))
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """The result times ``other``, element by element."""
+        return self(x) * other
 
 
 class PackedLinear(nn.Module):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdraft.packed import Int8Linear, PackedLinear, can_pack
+from blockdraft.packed import Int8Linear, PackedLinear, Separately, can_pack
 
 __all__ = ["Form", "Layer", "Matrix", "Norm", "fused_layer", "matrix"]
 
@@ -41,7 +41,7 @@ class Matrix(Protocol):
         ...
 
 
-class PlainMatrix:
+class PlainMatrix(Separately):
     """A matrix as it is stored, on any device."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -49,15 +49,6 @@ class PlainMatrix:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        return other + self(x)
-
-    def silu(self, x: Tensor) -> Tensor:
-        return F.silu(self(x))
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        return self(x) * other
 
 
 class Gate:
