@@ -6,9 +6,9 @@ never has to wait for memory.
 
 What a row holds is taken as a line in its positions, measured on short rows filled in one go, which have the most spare
 room. Rows that grow by doubling are such a line. Those of ``targets.fused`` have a sixteenth to spare, which shows only
-beyond a thousand positions: there they hold up to 6 % more than the line says. States of recurrent layers and what is kept to take a block back are its fixed part.
-Layers with a window hold less than the line says, once they are longer than it; the moment in which a buffer moves to a
-larger one, and the activations of a forward, are not counted.
+beyond a thousand positions: there they hold up to 6 % more than the line says. States of recurrent layers and what is
+kept to take a block back are its fixed part. Layers with a window hold less than the line says, once they are longer
+than it; the moment in which a buffer moves to a larger one, and the activations of a forward, are not counted.
 """
 
 from __future__ import annotations
