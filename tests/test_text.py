@@ -75,14 +75,18 @@ def metaspace() -> Tokenizer:
 class ByteTokenizer:
     """Stands for a tokenizer that runs in Python: one id per byte, ids past 255 are special."""
 
+    all_special_tokens = ("<|mark|>",)
+    all_special_ids = (256,)
+
     def __len__(self) -> int:
         return 257
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+    def decode(self, ids: list[int], skip_special_tokens: bool = False, **_: Any) -> str:
+        mark = b"" if skip_special_tokens else b"<|mark|>"
+        return b"".join(bytes([i]) if i < 256 else mark for i in ids).decode("utf-8", "replace")
 
 
 TOKENIZERS = {

@@ -268,7 +268,11 @@ class Engine:
             request=request,
             stop_ids=frozenset(facts.eos_token_ids) if request.stop_ids is None else request.stop_ids,
             width=width,
-            scanner=None if self.tokenizer is None else StopScanner(self.tokenizer, request.stop_strings),
+            scanner=None
+            if self.tokenizer is None
+            else StopScanner(
+                self.tokenizer, request.stop_strings, visible_special_tokens=request.visible_special_tokens
+            ),
             speculation_reason=reason,
         )
 

@@ -33,6 +33,7 @@ class Request:
     confidence head; 0 never does). `stop_ids` None means the target's own end ids; an empty set means none.
     `num_logprobs` None reports no log-probabilities, n reports the emitted id's and the n most likely ones.
     `priority`: lower is served first (any whole number; equal ones in the order of submission).
+    `visible_special_tokens`: special tokens that the text shows (their texts; others are left out of it).
     """
 
     prompt_ids: Sequence[int]
@@ -47,6 +48,7 @@ class Request:
     min_confidence: float = 0.0
     num_logprobs: int | None = None
     priority: int = 0
+    visible_special_tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, SamplingParams):
@@ -82,6 +84,9 @@ class Request:
             raise RequestError(
                 f"min_confidence is {self.min_confidence:g} while speculation is off; drop one of the two"
             )
+        visible = self.visible_special_tokens
+        if not isinstance(visible, tuple) or not all(isinstance(text, str) and text for text in visible):
+            raise RequestError(f"visible_special_tokens is {visible!r}; give a tuple of the tokens' texts")
         if self.num_logprobs is not None:
             _count("num_logprobs", self.num_logprobs, least=0)
         if type(self.priority) is not int or abs(self.priority) > MAX_PRIORITY:

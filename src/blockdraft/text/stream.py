@@ -39,10 +39,16 @@ class StreamDecoder:
     settled, after those of the last piece as context (decoders may treat a text's first token specially).
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, visible_special_tokens: Sequence[str] = ()
+    ) -> None:
+        """``visible_special_tokens``: texts that are written out where the vocabulary has them as special tokens."""
+        shown = {tokenizer.special_id_of.get(text) for text in visible_special_tokens}
         self._tokenizer = tokenizer
-        self._skip_special = skip_special_tokens
-        self._left_out = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._left_out = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
+        # Leaving some of the special tokens out is ours to do; leaving out all or none is the tokenizer's.
+        self._must_leave_out = skip_special_tokens and self._left_out != tokenizer.special_ids
+        self._skip_special = skip_special_tokens and not self._must_leave_out
         kinds = tokenizer.decoder_kinds
         self._is_byte_level = kinds == ("ByteLevel",)
         self._has_byte_tokens = "ByteFallback" in kinds
@@ -72,6 +78,8 @@ class StreamDecoder:
         return text
 
     def _decode(self, ids: list[int]) -> str:
+        if self._must_leave_out:
+            ids = [token_id for token_id in ids if token_id not in self._left_out]
         return self._tokenizer.decode(ids, self._skip_special)
 
     def _token(self, token_id: int) -> str | None:
@@ -133,10 +141,11 @@ class StopScanner:
         stop: str | Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        visible_special_tokens: Sequence[str] = (),
     ) -> None:
         self._stop = check_stop(stop)
         self._include_stop = include_stop
-        self._decoder = StreamDecoder(tokenizer, skip_special_tokens)
+        self._decoder = StreamDecoder(tokenizer, skip_special_tokens, visible_special_tokens)
         self._held = ""
         self._is_stopped = False
 

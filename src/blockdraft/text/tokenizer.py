@@ -111,12 +111,18 @@ class Tokenizer:
         return tuple(re.findall(r'"type": ?"(\w+)"', self._backend.decoder.__getstate__().decode()))
 
     @cached_property
+    def special_id_of(self) -> dict[str, int]:
+        """Special tokens by their text: what decoding leaves out when special tokens are skipped."""
+        if self._backend is None:
+            assert self._auto is not None
+            return dict(zip(self._auto.all_special_tokens, self._auto.all_special_ids, strict=True))
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids that decoding leaves out when special tokens are skipped."""
-        if self._backend is None:
-            return frozenset()
-        added = self._backend.get_added_tokens_decoder()
-        return frozenset(token_id for token_id, token in added.items() if token.special)
+        return frozenset(self.special_id_of.values())
 
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None for an id without one."""
