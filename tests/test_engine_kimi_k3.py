@@ -99,7 +99,7 @@ def test_from_folders(tmp_path: Path, stream: TapStream) -> None:
     plain = load(None, folder, speculation="off")
     [first], [second] = engine.run([request]), plain.run([request])
     assert list(first.token_ids) == list(second.token_ids)
-    with pytest.raises(PairError, match="only Kimi K3 has it"):
+    with pytest.raises(PairError, match="and llama has prefix: is this the draft's target"):
         from blockdraft.targets import load_target
 
         load_target(_llama(tmp_path / "llama"), tap_stream="attn_res")

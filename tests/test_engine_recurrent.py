@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from blockdraft.config import pairing_rules
 from blockdraft.engine import Engine, Request
+from blockdraft.errors import PairError
+from blockdraft.targets import HFTarget
 from engine_kit import Continuation, draft_config, hf_target, plain_ids, random_draft, run_one
 from tiny_hybrids import tiny_hybrid
 
@@ -33,6 +36,25 @@ def test_a_random_draft_changes_nothing(written: tuple[Any, list[int]], width: i
     done = run_one(engine, prompt_ids=PROMPT, max_new_tokens=COUNT, stop_ids=NO_STOP, width=width)
     assert list(done.token_ids) == text
     assert done.stats.num_draft_tokens > 0
+    target.close()
+
+
+def test_parallel_streams_whose_mean_the_draft_names() -> None:
+    model = tiny_hybrid("qwen4_exp_text", std=0.2)
+    text = plain_ids(model, PROMPT, COUNT)
+    target = HFTarget(model, (1, 3), tap_stream="mean")
+    fits = {"target_layer_ids": (1, 3), "mask_token_id": 60}
+    draft = random_draft(draft_config(target.facts, tap_stream="mean", **fits))
+    done = run_one(Engine(target, draft), prompt_ids=PROMPT, max_new_tokens=COUNT, stop_ids=NO_STOP, width=8)
+    assert list(done.token_ids) == text and done.stats.num_draft_tokens > 0
+    silent = random_draft(draft_config(target.facts, **fits))
+    with pytest.raises(PairError, match=r"does not say which stream of qwen4_exp_text it reads; name it .*: 'mean'$"):
+        Engine(target, silent)
+    verdicts = [
+        next(rule.verdict for rule in pairing_rules(one.config, target.facts) if rule.name == "tap_stream")
+        for one in (draft, silent)
+    ]
+    assert verdicts == ["pass", "unknown"]
     target.close()
 
 

@@ -89,6 +89,7 @@ DRAFTS = [
     facts(edited(TINY_V2, nest_is_causal=True, attention_bias=True, nest_target_layer_ids=[1, 5])),
     facts(top_only(edited(TINY_V2, output_multiplier=0.5))),
     facts(edited(TINY_MLA, fc_norm=True, nest_aux_hidden_stream="attn_res")),
+    facts(edited(TINY_MLA, nest_aux_hidden_stream="mean")),
     facts(edited(TINY_V2, fc_norm=True), dialect="speculators"),
     facts(edited(KIMI_V1, num_target_layers=93)),
     facts(edited(TINY_MLA, architectures=["DFlashDraftModel"], **dict.fromkeys(

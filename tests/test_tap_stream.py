@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from blockdraft.config import TAP_STREAMS, TapStream, TargetFacts
+from blockdraft.config import TapStream, TargetFacts
 from blockdraft.engine import load
 from blockdraft.engine.tap_stream import PROBE_TEXTS
 from blockdraft.errors import CheckpointError, ConfigError, PairError, RequestError
@@ -28,6 +28,7 @@ from tiny_pair import TinyPair, _write_tokenizer, run_cli
 from train_kit import make_recipe
 
 NUM_STEPS = 120
+STREAMS: tuple[TapStream, ...] = ("prefix", "attn_res")
 K3, LLAMA = TargetFacts.from_config(TINY), TargetFacts.from_config({**TINY["text_config"], "model_type": "llama"})
 
 
@@ -69,7 +70,7 @@ def short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(place: Path) -> dict[str, Path]:
     """One drafter for each stream, overfitted for a few steps."""
     found: dict[str, Path] = {}
-    for stream in TAP_STREAMS:
+    for stream in STREAMS:
         run = run_training_of(recipe_of(stream, place), place, place / stream)
         assert run.draft is not None
         found[stream] = run.draft
@@ -97,7 +98,7 @@ def test_corpus_evaluation_and_export_have_the_stream(place: Path, trained: dict
         assert zlab.read(draft).config.tap_stream == stream
         [line] = (place / stream / "evaluations.jsonl").read_text().splitlines()
         assert json.loads(line)["num_steps"] > 0
-    taps = [Corpus(place / stream / "corpus", max_length=250).batch([0]) for stream in TAP_STREAMS]
+    taps = [Corpus(place / stream / "corpus", max_length=250).batch([0]) for stream in STREAMS]
     assert torch.equal(taps[0].ids_BS, taps[1].ids_BS)  # the text is the target's own, whatever is tapped
     assert float((taps[0].taps_BSNE - taps[1].taps_BSNE).norm() / taps[0].taps_BSNE.norm()) > 0.1
 
@@ -129,8 +130,14 @@ def test_what_a_recipe_may_say(tmp_path: Path) -> None:
     def config(stream: str, facts: TargetFacts) -> Any:
         return make_recipe(draft={"mask_token_id": 3, "tap_stream": stream}).draft.config(facts)
 
-    assert [config(stream, K3).tap_stream for stream in TAP_STREAMS] == list(TAP_STREAMS)
+    assert [config(stream, K3).tap_stream for stream in STREAMS] == list(STREAMS)
     assert config("plain", LLAMA).tap_stream is None
+    parallel = replace(LLAMA, model_type="qwen4_exp_text")
+    assert config("mean", parallel).tap_stream == "mean"
+    with pytest.raises(ConfigError, match="'plain', and the target is qwen4_exp_text: write 'mean'"):
+        config("plain", parallel)
+    with pytest.raises(ConfigError, match=r"that is no mean of its streams: set loss\.kind=ce$"):
+        make_recipe(draft={"tap_stream": "mean"}, loss={"kind": "kl"})
     with pytest.raises(ConfigError, match="'plain', and the target is kimi_k3: write 'prefix' or 'attn_res'"):
         config("plain", K3)
     with pytest.raises(ConfigError, match="'attn_res', and the target is llama: write 'plain'"):
@@ -158,7 +165,7 @@ def test_a_silent_draft_is_not_guessed_at(place: Path, trained: dict[str, Path],
         load(draft, place / "target")
     left_out = load(draft, place / "target", speculation="optional")
     assert left_out.draft is None and "--tap-stream" in left_out.draft_off_reason
-    for stream in TAP_STREAMS:  # over what the file says, too
+    for stream in STREAMS:  # over what the file says, too
         for folder in (draft, trained["prefix"]):
             engine = load(folder, place / "target", tap_stream=stream)
             assert engine.draft is not None and engine.draft.config.tap_stream == engine.target.tap_stream == stream
@@ -192,7 +199,7 @@ def test_words_that_have_no_place(place: Path, trained: dict[str, Path], tiny_pa
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("stream", TAP_STREAMS)
+@pytest.mark.parametrize("stream", STREAMS)
 def test_auto_takes_the_stream_that_the_draft_was_trained_on(
     place: Path, trained: dict[str, Path], tmp_path: Path, stream: TapStream
 ) -> None:
@@ -200,7 +207,7 @@ def test_auto_takes_the_stream_that_the_draft_was_trained_on(
     choice = engine.tap_choice
     assert choice is not None and engine.draft is not None
     assert choice.stream == engine.target.tap_stream == engine.draft.config.tap_stream == stream
-    [other] = set(TAP_STREAMS) - {stream}
+    [other] = set(STREAMS) - {stream}
     assert choice.acceptance_lengths[stream] > 1.3 * choice.acceptance_lengths[other] >= 1.3
     assert f"took {stream} (acceptance length prefix " in str(choice)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from blockdraft.targets import HFTarget, Scored
 from kimi_k3_kit import VOCAB as K3_VOCAB
 from kimi_k3_kit import tiny_target
-from tiny_hybrids import RECURRENT, SPARSE, relative, tiny_hybrid
+from tiny_hybrids import RECURRENT, SPARSE, relative, tapped, tiny_hybrid
 from tiny_targets import ATTENTION_ONLY, tiny_model
 from tiny_targets import random_ids as random_ids_of_61
 
@@ -31,7 +31,7 @@ def target_of(family: str) -> Any:
         return tiny_target((1, 3))
     if family not in _models:
         _models[family] = tiny_model(family) if family in ATTENTION_ONLY else tiny_hybrid(family)
-    return HFTarget(_models[family], () if family == "qwen4_exp_text" else (1, 3))
+    return tapped(_models[family])
 
 
 @pytest.fixture(params=[*ATTENTION_ONLY, *SPARSE, *RECURRENT, "kimi_k3"])

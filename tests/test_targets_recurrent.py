@@ -16,18 +16,17 @@ from blockdraft.targets import HFTarget, load_target
 from blockdraft.targets.hf_cache import RowCache
 from blockdraft.targets.recurrent import Undo
 from blockdraft.targets.selftest import Findings, examine
-from tiny_hybrids import RECURRENT, SPARSE, TRIED, relative, rounds, tiny_hybrid
+from tiny_hybrids import RECURRENT, SPARSE, TRIED, relative, rounds, tapped, tiny_hybrid
 from tiny_targets import random_ids
 
 LIMIT = 1e-5
-STREAMS = {"qwen4_exp_text", "glm5_next_text"}  # several streams a layer: nothing to tap
 _models: dict[str, Any] = {}
 
 
 def target_of(family: str) -> HFTarget:
     if family not in _models:
         _models[family] = tiny_hybrid(family)
-    return HFTarget(_models[family], () if family in STREAMS else (1, 3))
+    return tapped(_models[family])
 
 
 @pytest.fixture(params=[*RECURRENT, *SPARSE])

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
-from blockdraft.targets import HFTarget, Scored
+from blockdraft.targets import Scored
 from blockdraft.targets.kimi_k3 import KimiK3Target
 from blockdraft.targets.recurrent import Undo
 from kimi_k3_kit import tiny_target
-from tiny_hybrids import relative, tiny_hybrid
+from tiny_hybrids import relative, tapped, tiny_hybrid
 from tiny_targets import random_ids
 
 LIMIT = 1e-5
@@ -30,7 +30,7 @@ Held = tuple[Any, list[int], int]  # row, ids it holds, how many of them came wi
 def target_of(family: str) -> Any:
     if family == "kimi_k3":
         return tiny_target((1, 3), stream="attn_res")
-    return HFTarget(tiny_hybrid(family), () if family == "qwen4_exp_text" else (1, 3))
+    return tapped(tiny_hybrid(family))
 
 
 def states_of(row: Any) -> list[Tensor]:

@@ -18,7 +18,7 @@ from blockdraft.targets.fused import FusedTarget
 from blockdraft.targets.recurrent import Undo
 from kimi_k3_kit import VOCAB as K3_VOCAB
 from kimi_k3_kit import tiny_target
-from tiny_hybrids import RECURRENT, SPARSE, TRIED, relative, tiny_hybrid
+from tiny_hybrids import RECURRENT, SPARSE, TRIED, relative, tapped, tiny_hybrid
 from tiny_targets import ATTENTION_ONLY, random_ids, tiny_model
 
 LIMIT = 1e-5
@@ -66,11 +66,10 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def target_of(family: str) -> Any:
     if family.startswith("kimi_k3"):
         return tiny_target((1, 3), stream="prefix" if family.endswith("prefix") else "attn_res")
-    taps = () if family == "qwen4_exp_text" else (1, 3)
     if family == "llama, fused":
         model = tiny_model("llama")
-        return FusedTarget(model, HFTarget(model).facts, taps, pack=False)
-    return HFTarget(tiny_model(family) if family in ATTENTION_ONLY else tiny_hybrid(family), taps)
+        return FusedTarget(model, HFTarget(model).facts, (1, 3), pack=False)
+    return tapped(tiny_model(family) if family in ATTENTION_ONLY else tiny_hybrid(family))
 
 
 def worst(target: Any, story: list[tuple[int, list[int]]], seed: int) -> float:

@@ -16,13 +16,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from blockdraft.targets import HFTarget
 from blockdraft.targets.hf_attention import use_grouped_attention_
 from blockdraft.targets.hf_rows import Joint
-from tiny_hybrids import RECURRENT, SPARSE, TRIED, relative, tiny_hybrid
+from tiny_hybrids import RECURRENT, SPARSE, TRIED, relative, tapped, tiny_hybrid
 from tiny_targets import ATTENTION_ONLY, random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 LIMIT = 1e-5
-STREAMS = {"qwen4_exp_text"}  # nothing to tap
 LATENTS = {"deepseek_v3", "kimi_linear", "bailing_hybrid"}
 BY_NAME = {*SPARSE, "qwen4_exp_text", "glm5_next_text"}  # they look for the names of the backends that they know
 # Distances of one row, made before the layers; cache layers of a class of its own.
@@ -38,7 +37,7 @@ def model_of(family: str) -> Any:
 
 
 def target_of(family: str) -> HFTarget:
-    return HFTarget(model_of(family), () if family in STREAMS else (1, 3))
+    return tapped(model_of(family))
 
 
 @pytest.fixture(scope="module")

@@ -74,18 +74,42 @@ def test_joined_taps_are_rolled_back_with_their_rows() -> None:
     target.close()
 
 
-def test_streams_without_a_published_meaning_are_refused_by_name() -> None:
+def test_streams_without_a_published_meaning_have_to_be_named() -> None:
     model = tiny_hybrid("qwen4_exp_text")
-    with pytest.raises(PairError, match=r"layer 1 of 'qwen4_exp_text' puts out .* no published draft says") as caught:
+    with pytest.raises(PairError, match=r"no published draft says what of it a tap is: name it with tap_stream \("):
         HFTarget(model, (1,))
-    assert "\n" not in str(caught.value) and "qwen4_exp_text" not in JOINED_STREAMS
-    assert not any(layer._forward_hooks for layer in model.model.layers)
+    assert "qwen4_exp_text" not in JOINED_STREAMS and not any(layer._forward_hooks for layer in model.model.layers)
     HFTarget(model).close()  # without taps it is a target like any other
+    with pytest.raises(PairError, match="'attn_res' were asked for, and qwen4_exp_text has mean: is this the draft's"):
+        HFTarget(model, (1,), tap_stream="attn_res")
+    with pytest.raises(PairError, match="'mean' were asked for, and llama has prefix"):
+        HFTarget(tiny_model("llama"), (1,), tap_stream="mean")
+
+
+def test_the_named_mean_of_parallel_streams() -> None:
+    """By hand, number by number, from what each layer hands to the next: S streams side by side."""
+    model, ids, seen = tiny_hybrid("qwen4_exp_text"), random_ids(11), {}
+    target = HFTarget(model, TAPS, tap_stream="mean")
+    [scored] = target.forward([ids], [target.new_row()])
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda _module, _args, output, index=index: seen.update({index: output[0]}))
+    with torch.no_grad():
+        model(input_ids=ids[None])
+    width, count = model.config.hidden_size, model.config.hc_count
+    assert count > 1 and scored.taps_TNE.shape == (11, len(TAPS), width)
+    for column, layer in enumerate(TAPS):
+        by_hand = [
+            [sum(float(row[s * width + e]) for s in range(count)) / count for e in range(width)] for row in seen[layer]
+        ]
+        assert relative(scored.taps_TNE[:, column], torch.tensor(by_hand, dtype=torch.float64)) < 1e-12
+    assert rounds(target, 6) < 1e-5
+    target.close()
 
 
 def test_one_stream_is_left_as_it_is() -> None:
     output = torch.zeros(1, 2, 3)
-    assert join_streams("llama", output) is output and join_streams("llama", (output, None)) is output  # type: ignore[arg-type]
+    assert join_streams("llama", "prefix", output, 3) is output
+    assert join_streams("llama", "prefix", (output, None), 3) is output  # type: ignore[arg-type]
 
 
 def test_the_other_stream_of_the_same_model() -> None:

@@ -235,6 +235,12 @@ def _glm5_next(text: Any) -> Any:
     return Glm5NextForConditionalGeneration(config)
 
 
+def tapped(model: Any, taps: tuple[int, ...] = (1, 3)) -> HFTarget:
+    """A target whose taps are the one thing that they can be in this family."""
+    is_parallel = model.config.model_type.startswith("qwen4_exp")
+    return HFTarget(model, taps, tap_stream="mean" if is_parallel else "prefix")
+
+
 def rounds(target: HFTarget, count: int, *, width: int = 6, num_prompt: int = 9, seed: int = 0) -> float:
     """The worst |logit difference| (or tap difference) of ``count`` blocks of random acceptance against one forward
     over the text that was kept in the end, relative to the largest logit (or tap)."""

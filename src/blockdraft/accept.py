@@ -11,7 +11,7 @@ Processing order of a row (the same for plain decoding, where G = 0):
   1. logit_bias is added                                                  (OpenAI)
   2. repetition_penalty over prompt + generated ids: logit / r if logit > 0, else logit * r   (HF, vLLM)
   3. frequency_penalty * count + presence_penalty * [count > 0], generated ids only, is subtracted   (OpenAI)
-  4. banned ids get -inf
+  4. banned ids get -inf, and so do all that are not allowed (a grammar)
   5. temperature 0: argmax, lowest id among equals; otherwise divide by temperature
   6. top_k: exactly k ids stay, among equals the lowest ids
   7. softmax
@@ -130,12 +130,13 @@ def greedy_ids(
     num_prompt: int,
     proposals: Sequence[int],
     banned: Sequence[Collection[int]] = (),
+    allowed_TV: Tensor | None = None,
 ) -> Tensor:
     """The most likely id of every row, [T], on the logits' device: steps 1-4 and an argmax, no softmax.
 
     Arguments as for `target_distribution`; the temperature is not looked at.
     """
-    return _adjusted(logits_TV, params, history, num_prompt, proposals, banned).argmax(dim=-1)
+    return _adjusted(logits_TV, params, history, num_prompt, proposals, banned, allowed_TV).argmax(dim=-1)
 
 
 def target_distribution(
@@ -146,16 +147,19 @@ def target_distribution(
     num_prompt: int,
     proposals: Sequence[int],
     banned: Sequence[Collection[int]] = (),
+    allowed_TV: Tensor | None = None,
 ) -> Tensor:
     """p_TV, the distribution the target samples from; float32, or float64 for float64 logits.
 
     `history` holds prompt and committed ids (the anchor is its last one), the first `num_prompt` of them the
     prompt; row i is processed with history + proposals[:i], so penalties are exact under speculation.
     `banned` gives the ids that each of the T rows must not emit; an empty sequence bans nothing.
+    `allowed_TV` (bool) is true for the ids that each row may emit, None allows all; every row must keep an id whose
+    logit is above -inf.
     Temperature 0 gives one-hot rows; a greedy caller saves them with `greedy_ids` and `accept_greedy`.
     """
     dtype = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
-    adjusted_TV = _adjusted(logits_TV, params, history, num_prompt, proposals, banned)
+    adjusted_TV = _adjusted(logits_TV, params, history, num_prompt, proposals, banned, allowed_TV)
     if params.is_greedy:
         one_hot_TV = torch.zeros(logits_TV.shape, dtype=dtype, device=logits_TV.device)
         return one_hot_TV.scatter_(1, adjusted_TV.argmax(dim=-1, keepdim=True), 1.0)
@@ -185,6 +189,7 @@ def _adjusted(
     num_prompt: int,
     proposals: Sequence[int],
     banned: Sequence[Collection[int]],
+    allowed_TV: Tensor | None,
 ) -> Tensor:
     """The logits after steps 1-4; the very tensor that was given if there is nothing to do."""
     num_rows, vocab_size = logits_TV.shape
@@ -192,7 +197,7 @@ def _adjusted(
     assert 0 <= num_prompt <= len(history)
     assert not banned or len(banned) == num_rows, f"{len(banned)} banned sets for {num_rows} rows"
     has_bans = any(len(ids) > 0 for ids in banned)
-    if not (params.logit_bias or params.has_penalties or has_bans):
+    if not (params.logit_bias or params.has_penalties or has_bans or allowed_TV is not None):
         return logits_TV
     dtype = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
     adjusted_TV = logits_TV.to(dtype, copy=True)
@@ -206,6 +211,11 @@ def _adjusted(
         if ids_of_row:
             assert len(set(ids_of_row)) < vocab_size, "every id is banned"
             adjusted_TV[row, torch.tensor(sorted(ids_of_row), device=device)] = float("-inf")
+    if allowed_TV is not None:
+        assert allowed_TV.shape == logits_TV.shape, (
+            f"{tuple(allowed_TV.shape)} allowed, {tuple(logits_TV.shape)} logits"
+        )
+        adjusted_TV.masked_fill_(~allowed_TV, float("-inf"))
     return adjusted_TV
 
 

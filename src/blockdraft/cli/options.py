@@ -12,7 +12,8 @@ AllowMaskIsEos = Annotated[
     bool, typer.Option("--allow-mask-is-eos", help="Accept a draft whose mask id also ends or pads a text.")
 ]
 TapStreamToRead = Annotated[
-    str | None, typer.Option(help="Kimi K3: the stream that the draft reads; prefix, attn_res or auto.")
+    str | None,
+    typer.Option(help="The stream that the draft reads. Kimi K3: prefix, attn_res or auto; qwen4_exp: mean."),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that a target brings.")]

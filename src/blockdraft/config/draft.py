@@ -11,8 +11,8 @@ from blockdraft.config.heads import ConfidenceConfig, InjectionConfig, MarkovCon
 from blockdraft.errors import ConfigError
 
 Family = Literal["dflash", "dflash2", "dspark", "dspine"]
-TapStream = Literal["prefix", "attn_res"]
-TAP_STREAMS: tuple[TapStream, ...] = ("prefix", "attn_res")
+TapStream = Literal["prefix", "attn_res", "mean"]
+TAP_STREAMS: tuple[TapStream, ...] = ("prefix", "attn_res", "mean")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,8 @@ class DraftConfig:
     row predicts the token after it, so that every row is a proposal (DSpark); otherwise row j predicts the token at
     its own place, and the anchor's row predicts nothing. `markov` and `confidence` are heads of DSpark, `injection`
     is DSpine. `has_tap_norms`: every tap has a norm of its own before they are joined. `tap_stream`: which of the
-    streams of a target with attention residuals (Kimi K3) the taps are, None where the draft does not say; other
-    targets have one, and nothing to say.
+    streams of a target with attention residuals (Kimi K3) the taps are, or "mean" for the mean of parallel streams
+    that nobody has settled (qwen4_exp); None where the draft does not say. Other targets have one, and nothing to say.
     `draft_vocab_size`: a head of the draft's own has rows for so many of the target's ids only (DFlash); None: for all.
     """
 
@@ -112,7 +112,7 @@ class DraftConfig:
             raise ConfigError(f"attention is {self.attention!r}: it must be a GqaConfig or an MlaConfig")
         require_bool("fc_norm", self.has_tap_norms)
         if self.tap_stream not in (None, *TAP_STREAMS):
-            raise ConfigError(f"aux_hidden_stream is {self.tap_stream!r}: it must be 'prefix' or 'attn_res'")
+            raise ConfigError(f"aux_hidden_stream is {self.tap_stream!r}: it must be 'prefix', 'attn_res' or 'mean'")
         self._check_parts()
         self._check_heads()
         self._check_vocabulary()

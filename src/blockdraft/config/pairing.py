@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from blockdraft.config.checks import require_int, token_ids
-from blockdraft.config.draft import TAP_STREAMS, DraftConfig, TapStream
+from blockdraft.config.draft import DraftConfig, TapStream
 from blockdraft.errors import ConfigError, PairError
 
 Verdict = Literal["pass", "fail", "unknown"]
@@ -39,6 +39,13 @@ _POSITIONAL_LAYER_TYPES = _words(
 )
 # Targets whose residual is replaced by attention over earlier layers, so that there are two streams to tap.
 _RESIDUAL_ATTENTION_MODEL_TYPES = _words("kimi_k3")
+# Targets with parallel streams whose meaning as a tap no published draft has settled.
+_PARALLEL_STREAM_MODEL_TYPES = _words("qwen4_exp qwen4_exp_text")
+_STREAM_WORDS: Mapping[TapStream, str] = {
+    "prefix": "the residual stream",
+    "attn_res": "the attention-residual stream",
+    "mean": "the mean of the parallel streams",
+}
 # What only a drafter's config has: keys, and words in its model_type or class.
 _DRAFT_KEYS = ("dflash_config", "dspine_config", "speculators_config", "speculators_model_type")
 _DRAFT_WORDS = ("dflash", "dspark", "dspine", "assistant")
@@ -61,7 +68,14 @@ class TargetFacts:
     @property
     def tap_streams(self) -> tuple[TapStream, ...]:
         """The streams that a tap of this target can be."""
-        return TAP_STREAMS if self.model_type in _RESIDUAL_ATTENTION_MODEL_TYPES else ("prefix",)
+        if self.model_type in _RESIDUAL_ATTENTION_MODEL_TYPES:
+            return ("prefix", "attn_res")
+        return ("mean",) if self.model_type in _PARALLEL_STREAM_MODEL_TYPES else ("prefix",)
+
+    @property
+    def has_plain_taps(self) -> bool:
+        """Whether a tap can only be one thing, the residual stream, so that a draft need not name it."""
+        return self.tap_streams == ("prefix",)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> TargetFacts:
@@ -230,15 +244,13 @@ def _length_rule(draft: DraftConfig, target: TargetFacts) -> PairRule:
 
 def _stream_rule(draft: DraftConfig, target: TargetFacts) -> PairRule:
     name = "tap_stream"
-    if draft.tap_stream is None and len(target.tap_streams) > 1:
-        detail = f"{target.model_type} has the streams {' and '.join(target.tap_streams)}, and the draft names neither"
+    if draft.tap_stream is None and not target.has_plain_taps:
+        detail = f"taps of {target.model_type} can be {' or '.join(target.tap_streams)}, and the draft names none"
         return PairRule(name=name, verdict="unknown", detail=detail)
-    if draft.tap_stream in (None, "prefix"):
-        return PairRule(name=name, verdict="pass", detail="taps are the residual stream")
-    if draft.tap_stream in target.tap_streams:
-        return PairRule(name=name, verdict="pass", detail="taps are the attention-residual stream")
-    detail = f"taps are the attention-residual stream, which {target.model_type} does not have"
-    return PairRule(name=name, verdict="fail", detail=detail)
+    detail = f"taps are {_STREAM_WORDS[draft.tap_stream or 'prefix']}"
+    if (draft.tap_stream or "prefix") in target.tap_streams:
+        return PairRule(name=name, verdict="pass", detail=detail)
+    return PairRule(name=name, verdict="fail", detail=f"{detail}, which {target.model_type} does not have")
 
 
 def _recurrent_rule(target: TargetFacts) -> PairRule:

@@ -32,10 +32,11 @@ def check_fit(
 
 def check_stream(target: Target, draft: DraftConfig) -> None:
     streams = target.facts.tap_streams
-    if draft.tap_stream is None and len(streams) > 1:
+    if draft.tap_stream is None and not target.facts.has_plain_taps:
+        auto = ", or 'auto', which measures both" if len(streams) > 1 else ""
         raise PairError(
             f"the draft does not say which stream of {target.facts.model_type} it reads; name it with tap_stream: "
-            f"{', '.join(map(repr, streams))}, or 'auto', which measures both"
+            f"{', '.join(map(repr, streams))}{auto}"
         )
     read = draft.tap_stream or "prefix"
     if target.tap_stream != read:

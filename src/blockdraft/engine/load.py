@@ -147,7 +147,7 @@ def _check_options(
         if given != "auto" and (not isinstance(given, str) or given not in DTYPES):
             raise RequestError(f"{word} is {given!r}; allowed are {', '.join(DTYPES)} and auto")
     if tap_stream not in (None, "auto", *TAP_STREAMS):
-        raise RequestError(f'tap_stream is {tap_stream!r}; allowed are "prefix", "attn_res" and "auto"')
+        raise RequestError(f'tap_stream is {tap_stream!r}; allowed are "prefix", "attn_res", "mean" and "auto"')
     idle = {"width": width, "draft_dtype": draft_dtype, "block_size": block_size, "tap_stream": tap_stream}
     for word, given in idle.items():
         if given is not None and speculation == "off":

@@ -1,4 +1,4 @@
-"""Which stream of its target a draft reads, where a target has two: what was asked, declared, known or measured.
+"""Which stream of its target a draft reads, where that is not plain: what was asked, declared, known or measured.
 
 A wrong stream raises nothing and costs acceptance, so nothing is assumed: what nobody says is an error.
 """
@@ -50,13 +50,16 @@ def settle_stream(
     *,
     asked: TapStream | Literal["auto"] | None,
 ) -> TapStream | None:
-    """The stream of a draft for this target; None where the target has one. For "auto", the one to begin with."""
-    if len(facts.tap_streams) == 1:
+    """The stream of a draft for this target; None where nobody need name it. For "auto", the one to begin with."""
+    streams = facts.tap_streams
+    if facts.has_plain_taps:
         if asked is not None:
             raise PairError(f"tap_stream is {asked!r}, and {facts.model_type} has one stream of taps: leave it out")
         return config.tap_stream
+    if asked is not None and asked not in (streams if len(streams) == 1 else (*streams, "auto")):
+        raise PairError(f"tap_stream is {asked!r}; taps of {facts.model_type} can be {', '.join(streams)}: name that")
     if asked == "auto":
-        return facts.tap_streams[0]
+        return streams[0]
     if asked is not None:
         return asked
     known = known_stream(source)
@@ -65,9 +68,10 @@ def settle_stream(
     if known is not None and not known.is_inferred:
         return known.stream
     hint = "" if known is None else f" ({known.stream} would fit: {known.ground})"
+    auto = ", or auto, which measures both" if len(streams) > 1 else ", if its trainer says so"
     raise PairError(
         f"the draft {source} does not say which stream of {facts.model_type} it reads{hint}; name it with tap_stream "
-        f"(--tap-stream on the command line): {', '.join(facts.tap_streams)}, or auto, which measures both"
+        f"(--tap-stream on the command line): {', '.join(streams)}{auto}"
     )
 
 

@@ -165,7 +165,7 @@ def _tap_stream(wish: Wish, facts: Facts) -> TapStream | None:
     """What the file says, else what the user says, else what is known of the draft by its name."""
     declared, asked = facts.config.tap_stream, wish.tap_stream
     if asked is not None and not facts.is_kimi_k3:
-        raise ConfigError(f"--tap-stream {asked}: only a Kimi K3 target has two streams; leave it out")
+        raise ConfigError(f"--tap-stream {asked}: engines are told it for a Kimi K3 target only; leave it out")
     if asked is not None and declared is not None and asked != declared:
         raise ConfigError(f"--tap-stream {asked}: the draft's file says {declared}; leave it out, or correct the file")
     known = known_stream(wish.draft) if facts.is_kimi_k3 else None

@@ -117,7 +117,7 @@ def _missing_part(config: DraftConfig) -> str | None:
         return "biases in attention (attention_bias)"
     if config.has_tap_norms:
         return "a norm for each tap (fc_norm)"
-    if config.tap_stream == "attn_res":
+    if config.tap_stream in ("attn_res", "mean"):
         return f"taps of another stream (aux_hidden_stream {config.tap_stream!r})"
     if config.target_hidden_size != config.hidden_size:
         return f"taps of another width than its own (target_hidden_size {config.target_hidden_size})"

@@ -259,7 +259,7 @@ def _check_expressible(config: DraftConfig) -> None:
         missing = "sliding layers of which some are causal"
     elif config.has_tap_norms:
         missing = "a norm for each tap (fc_norm)"
-    elif config.tap_stream == "attn_res":
+    elif config.tap_stream in ("attn_res", "mean"):
         missing = f"taps of another stream (aux_hidden_stream {config.tap_stream!r})"
     else:
         for name, neutral in (

@@ -82,6 +82,8 @@ def _taps_text(report: Mapping[str, Any]) -> str:
     norms = ", a norm for each" if shape["has_tap_norms"] else ""
     if shape["tap_stream"] == "attn_res":
         return f"{norms}, of the attention-residual stream"
+    if shape["tap_stream"] == "mean":
+        return f"{norms}, the mean of the target's parallel streams"
     conventions = report["conventions"]
     if not conventions["has_target_two_streams"] or conventions["is_tap_stream_declared"]:
         return norms

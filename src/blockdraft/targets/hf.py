@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from blockdraft.config import TapStream
+from blockdraft.config import TapStream, TargetFacts
 from blockdraft.errors import PairError
 
 from .contract import Row, Scored, check_forward, checked_length, checked_taps
@@ -28,7 +28,7 @@ from .hf_rows import WAYS, Joint, Part, Way, take_over
 from .model_facts import cache_word, decoder_of, facts_of, is_spread
 from .recurrent import Mixers, Undo, Watched, watched
 from .selftest import identity_of, prove, says_the_same
-from .streams import join_streams
+from .streams import checked_stream, join_streams
 
 __all__ = ["HFTarget"]
 
@@ -87,13 +87,14 @@ _capture: ContextVar[_Capture | None] = ContextVar("blockdraft_capture", default
 class HFTarget:
     """A target around a loaded transformers model. The model is not copied; close() removes the hooks."""
 
-    tap_stream: TapStream = "prefix"
-
-    def __init__(self, model: nn.Module, tap_layer_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, tap_layer_ids: Sequence[int] = (), *, tap_stream: TapStream = "prefix"
+    ) -> None:
         self._model = cast(Any, model)
         self._config = self._model.config
         self._text_config = self._config.get_text_config(decoder=True)
         self.facts = facts_of(self._model)
+        self.tap_stream = checked_stream(tap_stream, self.facts)
         self._cache_word = cache_word(self._model, self.facts.model_type)
         self._decoder, self._layers = decoder_of(self._model, self.facts)
         self.tap_layer_ids = checked_taps(tap_layer_ids, len(self._layers))
@@ -317,7 +318,9 @@ class HFTarget:
         def keep(_module: nn.Module, _args: Any, output: Any) -> None:
             capture = _capture.get()
             if capture is not None and capture.owner is self:
-                capture.outputs[layer] = join_streams(self.facts.model_type, output).to(self.device)
+                facts = self.facts
+                joined = join_streams(facts.model_type, self.tap_stream, output, facts.hidden_size)
+                capture.outputs[layer] = joined.to(self.device)
 
         return keep
 
@@ -346,6 +349,12 @@ class HFTarget:
             if tuple(output.shape) != (1, 1, self.facts.hidden_size):
                 raise PairError(
                     f"layer {layer} of {self.facts.model_type!r} puts out {tuple(output.shape)}, not one stream of"
-                    f" width {self.facts.hidden_size}, and no published draft says what of it a tap is: name another"
-                    " target"
+                    f" width {self.facts.hidden_size}, and no published draft says what of it a tap is:"
+                    f" {_stream_advice(self.facts)}"
                 )
+
+
+def _stream_advice(facts: TargetFacts) -> str:
+    if facts.has_plain_taps:
+        return "name another target"
+    return f"name it with tap_stream ({', '.join(facts.tap_streams)}), as its draft was trained"

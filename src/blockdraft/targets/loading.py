@@ -35,6 +35,7 @@ from .quantised import (
     settle_dense_,
 )
 from .stored import StoredTarget, find_target, silenced
+from .streams import checked_stream
 
 __all__ = ["DEVICE_MAPS", "DeviceMap", "WeightsForm", "check_weights", "load_model", "load_target"]
 
@@ -64,8 +65,8 @@ def load_target(
     pack: weights and attention in the form that is fastest on the CPU, the same up to rounding; None does it wherever
     it pays. fused: one pass for all rows, for the families that have it; None uses it wherever it is there. weights:
     "int8" rounds the weights of such a family to 8 bits, on the CPU: faster, and another model by a little. The family
-    and the taps are checked before any weight is read. tap_stream: which of the two streams of a target with attention
-    residuals (Kimi K3) the taps are.
+    and the taps are checked before any weight is read. tap_stream: which stream the taps are, for the families where
+    that has to be said (Kimi K3, qwen4_exp).
     """
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
@@ -73,6 +74,7 @@ def load_target(
     check_placement(device_map, place, quantize)
     check_weights(weights, place)
     stored = find_target(source, trust_remote_code=trust_remote_code)
+    checked_stream(tap_stream, stored.facts)
     if stored.is_kimi_k3:
         asked = {"fused=True": fused, "device_map": device_map, "quantize": quantize, "weights": weights}
         if unmet := [word for word, value in asked.items() if value]:
@@ -80,13 +82,9 @@ def load_target(
                 f"{unmet[0]} was asked for, and Kimi K3 has one form on one device here: leave it out"
             )
         return load_kimi_k3(stored.path, tap_layer_ids, tap_stream=tap_stream, dtype=dtype, device=place, pack=pack)
-    if tap_stream != "prefix":
-        raise PairError(f"taps of the stream {tap_stream!r} were asked for: only Kimi K3 has it; is this its target?")
     model = load_model(stored, tap_layer_ids, dtype=dtype, device=place, device_map=device_map, quantize=quantize)
-    is_mapped = device_map is not None
-    return _target_of(
-        model, tap_layer_ids, place, stored.name, is_mapped=is_mapped, pack=pack, fused=fused, weights=weights
-    )
+    given = (stored.name, device_map is not None, tap_stream)
+    return _target_of(model, tap_layer_ids, place, *given, pack=pack, fused=fused, weights=weights)
 
 
 def load_model(
@@ -206,8 +204,9 @@ def _target_of(
     tap_layer_ids: Sequence[int],
     place: torch.device,
     name: str,
-    *,
     is_mapped: bool,
+    tap_stream: TapStream,
+    *,
     pack: bool | None,
     fused: bool | None,
     weights: WeightsForm | None,
@@ -236,7 +235,7 @@ def _target_of(
         pack_linears_(model)
         use_grouped_attention_(model)
     with silenced():  # a method may unpack its weights in the first forward, with a bar of its own
-        target = HFTarget(model, tap_layer_ids)
+        target = HFTarget(model, tap_layer_ids, tap_stream=tap_stream)
         if method is not None and target.tap_layer_ids:
             check_independence(target, model, name)
     return target

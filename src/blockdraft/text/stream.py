@@ -31,6 +31,24 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """The bytes of one token by itself, special ones included; part of a character where a vocabulary splits them."""
+    spelled = tokenizer.token(token_id) if tokenizer.can_spell else None
+    if spelled is None or token_id in tokenizer.special_ids:
+        return tokenizer.decode([token_id], skip_special_tokens=False).encode()
+    kinds = tokenizer.decoder_kinds
+    if "ByteLevel" in kinds:
+        known = [_BYTE_OF.get(char) for char in spelled]
+        return spelled.encode() if None in known else bytes(byte for byte in known if byte is not None)
+    if "ByteFallback" in kinds:
+        return (
+            bytes([int(spelled[3:5], 16)])
+            if _BYTE_TOKEN.fullmatch(spelled)
+            else spelled.replace("\u2581", " ").encode()
+        )
+    return tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+
 class StreamDecoder:
     """Text of a growing sequence of ids, in pieces that are certain: no piece is ever taken back or changed.
 

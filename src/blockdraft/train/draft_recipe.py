@@ -68,7 +68,8 @@ class DraftRecipe:
     `windows` has one number a layer, 0 for the whole context. `initial_layers` are the target layers that the draft's
     layers start as ("target_layers"), `initial_draft` the trained draft that all of it starts as ("draft": a folder, a
     hub id, or the name of the built-in one), else empty. `tap_stream` is "plain" for a target with one stream, "prefix"
-    or "attn_res" for one with two (Kimi K3). Exactly one of `gqa` and `mla` is given.
+    or "attn_res" for one with two (Kimi K3), "mean" for parallel ones (qwen4_exp). Exactly one of `gqa` and `mla` is
+    given.
     """
 
     num_layers: int
@@ -194,7 +195,7 @@ class DraftRecipe:
         )
 
     def _stream(self, target: TargetFacts) -> TapStream | None:
-        allowed = ("plain",) if len(target.tap_streams) == 1 else target.tap_streams
+        allowed = ("plain",) if target.has_plain_taps else target.tap_streams
         if self.tap_stream not in allowed:
             raise ConfigError(
                 f"draft.tap_stream is {self.tap_stream!r}, and the target is {target.model_type}: write "

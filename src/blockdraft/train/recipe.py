@@ -77,10 +77,12 @@ class Recipe:
         if self.draft.block_size > self.max_length:
             raise ConfigError(f"draft.block_size is {self.draft.block_size}; max_length is only {self.max_length}")
         self._check_selector()
-        if self.loss.kind == "kl" and self.draft.tap_stream == "prefix":
+        if self.loss.kind == "kl" and self.draft.tap_stream in ("prefix", "mean"):
+            way_out = ", or train on that stream" if self.draft.tap_stream == "prefix" else ""
+            that = 'of the stream "attn_res"' if self.draft.tap_stream == "prefix" else "no mean of its streams"
             raise ConfigError(
-                'loss.kind is "kl" and draft.tap_stream is "prefix"; a teacher needs what the final norm reads, and '
-                'that is of the stream "attn_res": set loss.kind=ce, or train on that stream'
+                f'loss.kind is "kl" and draft.tap_stream is "{self.draft.tap_stream}"; a teacher needs what the final '
+                f"norm reads, and that is {that}: set loss.kind=ce{way_out}"
             )
         if self.evaluation.num_prompts > self.prompts.held_out:
             raise ConfigError(

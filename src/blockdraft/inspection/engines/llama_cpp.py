@@ -119,7 +119,7 @@ LLAMA_CPP = EngineRules(
         Rule(
             name="tap_stream",
             level="refused",
-            when=lambda draft: draft.config.tap_stream == "attn_res",
+            when=lambda draft: draft.config.tap_stream in ("attn_res", "mean"),
             text="no key for the stream of the taps: it reads the inputs of layers",
             source=_SERVER,
         ),

@@ -88,6 +88,13 @@ MISTRAL_RS = EngineRules(
             source="mistral.rs speculative/dflash.rs",
         ),
         Rule(
+            name="parallel_streams",
+            level="unknown",
+            when=lambda draft: draft.config.tap_stream == "mean",
+            text="the file means the mean of the target's parallel streams; that it taps that was not read",
+            source="mistral.rs speculative/dflash.rs",
+        ),
+        Rule(
             name="soft_cap",
             level="lower_acceptance",
             when=lambda draft: draft.is_v2 and draft.config.final_logit_softcapping is not None,

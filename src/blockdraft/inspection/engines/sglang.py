@@ -46,6 +46,13 @@ SGLANG = EngineRules(
             source="sglang models/dflash.py; SpecForge PR 758 trains them",
         ),
         Rule(
+            name="parallel_streams",
+            level="unknown",
+            when=lambda draft: draft.config.tap_stream == "mean",
+            text="the file means the mean of the target's parallel streams; that it taps that was not read",
+            source="sglang issue 38642 disputes a patch that serves it",
+        ),
+        Rule(
             name="tap_stream",
             level="lower_acceptance",
             when=lambda draft: draft.is_kimi_k3 and draft.config.tap_stream == "prefix",

@@ -95,6 +95,13 @@ VLLM = EngineRules(
             source="vllm qwen3_dflash.py",
         ),
         Rule(
+            name="parallel_streams",
+            level="unknown",
+            when=lambda draft: draft.config.tap_stream == "mean",
+            text="the file means the mean of the target's parallel streams; that it taps that was not read",
+            source="vllm PR 50487",
+        ),
+        Rule(
             name="tap_stream",
             level="note",
             when=lambda draft: draft.config.tap_stream == "attn_res",
