@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blockdraft.draft import DraftModel
+from blockdraft.engine.constraint import GrammarCache
 from blockdraft.engine.decide import Decide, decide
 from blockdraft.engine.fit import check_fit, check_request, check_stream
 from blockdraft.engine.integrity import check_rows
@@ -94,6 +95,7 @@ class Engine:
         self.memory_limit = memory_limit
         self.width_policy: WidthPolicy = FixedWidth() if width_policy is None else width_policy
         self.decide: Decide = decide  # an examination puts its observer here
+        self.grammars = GrammarCache(tokenizer, vocab_size=target.facts.vocab_size)
         self._costs: Costs | None = None  # measured when first asked for
         self._prefixes = PrefixCache(target, draft, max_bytes=prefix_cache_bytes, snapshot_every=prefix_snapshot_every)
         self._stats = EngineStats()
@@ -108,7 +110,7 @@ class Engine:
             raise RequestError(
                 f"{len(self._waiting)} requests are waiting and the queue takes {self.max_waiting}; try again later"
             )
-        ticket = Ticket(request)
+        ticket = Ticket(request, None if request.grammar is None else self.grammars.compiled(request.grammar))
         self._waiting.join(ticket, self._stats.num_steps)
         return ticket
 
@@ -121,6 +123,8 @@ class Engine:
             has_tokenizer=self.tokenizer is not None,
             draft_off_reason=self.draft_off_reason,
         )
+        if request.grammar is not None:
+            self.grammars.begin(self.grammars.compiled(request.grammar), self._stop_ids(request))
         if self.memory_limit is not None and (need := self.bytes_needed(request)) > self.memory_limit:
             raise RequestError(
                 f"a prompt of {len(request.prompt_ids)} tokens and max_new_tokens {request.max_new_tokens} need "
@@ -254,9 +258,11 @@ class Engine:
             self.cancel(ticket)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
+    def _stop_ids(self, request: Request) -> frozenset[int]:
+        return frozenset(self.target.facts.eos_token_ids) if request.stop_ids is None else request.stop_ids
+
     def _new_row(self, request: Request) -> RunningRow:
         """A row without states yet."""
-        facts = self.target.facts
         reason, width = None, 1
         if request.speculate is False:
             reason = "the request asked for plain decoding"
@@ -266,7 +272,7 @@ class Engine:
             width = self.draft.config.max_width if request.width is None else request.width
         return RunningRow(
             request=request,
-            stop_ids=frozenset(facts.eos_token_ids) if request.stop_ids is None else request.stop_ids,
+            stop_ids=self._stop_ids(request),
             width=width,
             scanner=None
             if self.tokenizer is None
@@ -280,7 +286,9 @@ class Engine:
         """Let those in line run, in order, as long as there is a row and memory for the next one."""
         while self._waiting and len(self._running) < self.max_rows and self._reserve(self._waiting.head):
             ticket = self._waiting.pop()
-            ticket.row = self._new_row(ticket.request)
+            ticket.row = row = self._new_row(ticket.request)
+            if ticket.grammar is not None:
+                row.constraint = self.grammars.begin(ticket.grammar, row.stop_ids)
             self._running.append(ticket)
 
     def bytes_needed(self, request: Request) -> int:

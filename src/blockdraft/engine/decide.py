@@ -16,6 +16,7 @@ from torch import Tensor
 
 from blockdraft.accept import Dense, OneHot, Sparse, accept, accept_greedy, greedy_ids, target_distribution
 from blockdraft.draft import CandidateLists, Proposal
+from blockdraft.engine.constraint import RowConstraint
 from blockdraft.engine.row import RunningRow
 
 __all__ = ["Decide", "Decision", "decide"]
@@ -58,19 +59,20 @@ def decide(
     decisions = []
     for row, proposal, ids_G, simple, logits_TV in zip(rows, proposals, ids, is_simple, logits, strict=True):
         if simple:
-            num_accepted, next_id = accept_greedy(ids_G, next(host))
+            decisions.append(_by_best(row, ids_G, next(host)))
         elif _is_nan(proposal):
             decisions.append(Decision([], 0, _NAN_DRAFT))
-            continue
         else:
-            num_accepted, next_id = _by_law(row, proposal, ids_G, logits_TV)
-        accepted = ids_G[:num_accepted]
-        if next_id == _BROKEN:
-            error = f"the target's logits hold NaN after {len(row.ids) + num_accepted} tokens, {_NAN_ADVICE}"
-            decisions.append(Decision(accepted, num_accepted, error))
-        else:
-            decisions.append(Decision([*accepted, next_id], num_accepted))
+            decisions.append(_by_law(row, proposal, ids_G, logits_TV))
     return decisions
+
+
+def _by_best(row: RunningRow, ids_G: list[int], best_T: list[int]) -> Decision:
+    """The decision of a row whose tokens are the most likely ids of the logits as they are."""
+    num_accepted, next_id = accept_greedy(ids_G, best_T)
+    if next_id == _BROKEN:
+        return Decision(ids_G[:num_accepted], num_accepted, _nan_error(row, num_accepted))
+    return Decision([*ids_G[:num_accepted], next_id], num_accepted)
 
 
 def best_ids(logits_TV: Tensor) -> Tensor:
@@ -93,11 +95,17 @@ def _on_host(vectors: Sequence[Tensor]) -> list[list[int]]:
     return [[next(flat) for _ in range(len(x))] for x in vectors]
 
 
-def _by_law(row: RunningRow, proposal: Proposal | None, ids_G: list[int], logits_TV: Tensor) -> tuple[int, int]:
-    """(num_accepted, next id) of a row that samples, or whose logits are changed first."""
+def _by_law(row: RunningRow, proposal: Proposal | None, ids_G: list[int], logits_TV: Tensor) -> Decision:
+    """The decision of a row that samples, or whose logits are changed first."""
     params = row.request.sampling
+    banned = row.banned(len(ids_G) + 1)
     is_nan_T = logits_TV.amax(dim=-1).isnan().tolist()
     num_sound = is_nan_T.index(True) if True in is_nan_T else len(is_nan_T)
+    allowed_TV, error = None, None
+    if row.constraint is not None:
+        allowed_TV, num_open, reason = _allowed(row, row.constraint, ids_G, logits_TV, banned)
+        if num_open < num_sound:
+            num_sound, error = num_open, reason
     if num_sound < len(is_nan_T):  # rows from there on are never answered for; they only have to be numbers
         logits_TV = logits_TV.nan_to_num(nan=0.0)
     rule = greedy_ids if params.is_greedy else target_distribution
@@ -107,13 +115,56 @@ def _by_law(row: RunningRow, proposal: Proposal | None, ids_G: list[int], logits
         history=row.ids,
         num_prompt=row.num_prompt,
         proposals=ids_G,
-        banned=row.banned(len(ids_G) + 1),
+        banned=banned,
+        allowed_TV=allowed_TV,
     )
     if params.is_greedy:
         num_accepted, next_id = accept_greedy(ids_G, decided)
     else:
         num_accepted, next_id = accept(ids_G, _law(proposal), decided, row.accept_generator)
-    return (num_accepted, next_id) if num_accepted < num_sound else (num_sound, _BROKEN)
+    if num_accepted < num_sound:
+        return Decision([*ids_G[:num_accepted], next_id], num_accepted)
+    return Decision(ids_G[:num_sound], num_sound, error or _nan_error(row, num_sound))
+
+
+def _allowed(
+    row: RunningRow,
+    constraint: RowConstraint,
+    ids_G: list[int],
+    logits_TV: Tensor,
+    banned: Sequence[frozenset[int]],
+) -> tuple[Tensor, int, str | None]:
+    """(ids that the grammar allows, how many rows keep one of them, why the next row keeps none).
+
+    Rows from there on allow everything: they are never answered for.
+    """
+    found = constraint.allowed(ids_G)
+    allowed_TV = found.on(logits_TV.device)
+    open_TV = allowed_TV & (logits_TV != float("-inf"))
+    for index, ids in enumerate(banned):
+        open_TV[index, sorted(ids)] = False
+    is_open_T = open_TV.any(dim=-1).tolist()
+    num_open, error = found.num_known, found.error
+    if False in is_open_T[:num_open]:
+        num_open = is_open_T.index(False)
+        error = _no_token_error(row, num_open, has_ids=bool(allowed_TV[num_open].any()))
+    allowed_TV[num_open:] = True
+    return allowed_TV, num_open, error
+
+
+def _no_token_error(row: RunningRow, num_more: int, *, has_ids: bool) -> str:
+    """Why no token is left after ``num_more`` proposals; ``has_ids``: the grammar would have left some."""
+    place = f"after {row.num_emitted + num_more} tokens of the text"
+    if not has_ids:
+        return f"the grammar leaves no token of this target {place}"
+    least = row.request.min_new_tokens
+    if row.num_emitted + num_more < least:
+        return f"the grammar must end {place}, and min_new_tokens is {least}; lower it"
+    return f"the target gives no chance to any token that the grammar allows {place}"
+
+
+def _nan_error(row: RunningRow, num_more: int) -> str:
+    return f"the target's logits hold NaN after {len(row.ids) + num_more} tokens, {_NAN_ADVICE}"
 
 
 def _is_nan(proposal: Proposal | None) -> bool:

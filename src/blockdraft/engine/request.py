@@ -13,7 +13,7 @@ from typing import Literal
 from blockdraft.accept import SamplingParams, TokenLogprobs, check_number
 from blockdraft.errors import RequestError
 from blockdraft.stats import RequestStats
-from blockdraft.text import check_stop
+from blockdraft.text import Grammar, check_stop
 
 __all__ = ["Completion", "FinishReason", "Request", "Speculation", "TokenEvent", "TokenKind"]
 
@@ -33,6 +33,8 @@ class Request:
     confidence head; 0 never does). `stop_ids` None means the target's own end ids; an empty set means none.
     `num_logprobs` None reports no log-probabilities, n reports the emitted id's and the n most likely ones.
     `priority`: lower is served first (any whole number; equal ones in the order of submission).
+    `grammar`: what the text must look like; end ids come only where it may end, and nothing else where it must. A text
+    that max_new_tokens or a stop string cuts is the beginning of such a text.
     `visible_special_tokens`: special tokens that the text shows (their texts; others are left out of it).
     """
 
@@ -48,6 +50,7 @@ class Request:
     min_confidence: float = 0.0
     num_logprobs: int | None = None
     priority: int = 0
+    grammar: Grammar | None = None
     visible_special_tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -89,6 +92,10 @@ class Request:
             raise RequestError(f"visible_special_tokens is {visible!r}; give a tuple of the tokens' texts")
         if self.num_logprobs is not None:
             _count("num_logprobs", self.num_logprobs, least=0)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise RequestError(
+                f"grammar is a {type(self.grammar).__name__}; give a Grammar, such as Grammar.regex(...)"
+            )
         if type(self.priority) is not int or abs(self.priority) > MAX_PRIORITY:
             raise RequestError(
                 f"priority is {self.priority!r}; it must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from blockdraft.accept import TokenLogprobs, request_generators
 from blockdraft.draft import DraftCache
+from blockdraft.engine.constraint import RowConstraint
 from blockdraft.engine.request import Completion, FinishReason, Request, Speculation, TokenEvent, TokenKind
 from blockdraft.stats import RequestStats
 from blockdraft.targets import Row as TargetRow
@@ -40,6 +41,8 @@ class RunningRow:
     scanner: StopScanner | None
     speculation_reason: str | None
     """Why it does not speculate (any more); None while it may."""
+    constraint: RowConstraint | None = None
+    """Its text's way through the request's grammar, where there is one."""
     target_row: TargetRow | None = None
     draft_cache: DraftCache | None = None
     pending_taps: list[Tensor] = field(default_factory=list)
@@ -96,7 +99,7 @@ class RunningRow:
 
     def takes_best(self, num_rows: int) -> bool:
         """Whether its next ``num_rows`` tokens are the most likely ids of the logits as they are."""
-        return self._is_plain_greedy and not self.banned(num_rows)
+        return self._is_plain_greedy and self.constraint is None and not self.banned(num_rows)
 
     # ---- width -------------------------------------------------------------------------------------------------------
     def most_width(self, max_draft_length: int | None) -> int:
@@ -164,6 +167,8 @@ class RunningRow:
             self.events.append(TokenEvent(token_id, kinds[index], step, text, entry))
             if self.finish_reason is not None:
                 return index + 1
+        if self.constraint is not None:
+            self.constraint.advance(ids)
         return len(ids)
 
     def _settle(self, token_id: int) -> str | None:

@@ -17,6 +17,7 @@ from itertools import count
 from blockdraft.engine.request import Completion, Request
 from blockdraft.engine.row import RunningRow
 from blockdraft.engine.step import Chunk
+from blockdraft.text import CompiledGrammar
 
 __all__ = ["AGEING_STEPS", "Queue", "Ticket", "prompt_chunks"]
 
@@ -26,8 +27,8 @@ AGEING_STEPS = 100
 class Ticket:
     """A submitted request: waiting, running, or finished with a completion."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
+        self.request, self.grammar = request, grammar
         self.row: RunningRow | None = None
         self.completion: Completion | None = None
         self.num_reserved_bytes = 0

@@ -103,6 +103,11 @@ class Tokenizer:
         """Whether single tokens can be asked for: not with a tokenizer that transformers runs in Python."""
         return self._backend is not None
 
+    def definition(self) -> tuple[str, int]:
+        """The tokenizer.json that it amounts to, and one more than its highest id; only where it can spell."""
+        assert self._backend is not None
+        return str(self._backend.to_str()), max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
     @property
     def decoder_kinds(self) -> tuple[str, ...]:
         """Names of the steps that turn tokens into text, outermost first; empty where they are not known."""
