@@ -23,6 +23,7 @@ from blockdraft.cli.convert import convert
 from blockdraft.cli.generate import generate
 from blockdraft.cli.launch import SETTINGS as LAUNCH_SETTINGS
 from blockdraft.cli.launch import launch
+from blockdraft.cli.serve import serve
 from blockdraft.cli.verify import verify
 from blockdraft.errors import BlockdraftError
 
@@ -34,6 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(generate)
+app.command()(serve)
 app.command()(verify)
 app.command()(commands.train)
 app.command()(commands.corpus)

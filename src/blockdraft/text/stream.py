@@ -202,13 +202,13 @@ class StopScanner:
             self._held = ""
             self._is_stopped = True
             return text[: end if self._include_stop else start], stop
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        held = max((overlap(text, stop) for stop in self._stop), default=0)
         cut = len(text) - held
         self._held = text[cut:]
         return text[:cut], None
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest proper beginning of ``stop`` that ends ``text``."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,146 @@
+"""POST /v1/chat/completions: messages to a prompt, and the choices of its answer.
+
+Owns what is special to chat: roles and content parts, template settings, messages with logprobs. How reasoning and
+tool calls are written in a target's text is text.sections' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from blockdraft.engine import TokenEvent
+from blockdraft.serve.answers import Choice
+from blockdraft.serve.errors import bad_request
+from blockdraft.serve.spelling import Speller
+from blockdraft.serve.wire import AssistantMessage, ChatRequest, Message, TextPart
+from blockdraft.text import Tokenizer
+
+__all__ = ["NAMES", "ChatChoice", "check_chat", "num_logprobs", "plain_messages", "template_settings"]
+
+NAMES = ("chat.completion", "chat.completion.chunk")
+# what a template is given by the server, or could be used to replace the template by another one
+_RESERVED = frozenset(
+    {
+        "messages",
+        "conversations",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "return_dict",
+        "return_tensors",
+        "return_assistant_tokens_mask",
+        "padding",
+        "truncation",
+        "max_length",
+        "tokenizer_kwargs",
+    }
+)
+
+
+def check_chat(fields: ChatRequest) -> None:
+    """Nothing; an error for fields that contradict each other."""
+    if fields.max_tokens is not None and fields.max_completion_tokens not in (None, fields.max_tokens):
+        raise bad_request(
+            f"max_tokens is {fields.max_tokens} and max_completion_tokens {fields.max_completion_tokens}; give one",
+            param="max_completion_tokens",
+        )
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise bad_request("top_logprobs needs logprobs true", param="top_logprobs")
+    if not fields.tools:
+        if fields.tools is not None:
+            raise bad_request("tools is empty; name a tool, or leave it out", param="tools")
+        if fields.tool_choice not in (None, "none"):
+            raise bad_request("tool_choice needs tools", param="tool_choice")
+        if fields.parallel_tool_calls is not None:
+            raise bad_request("parallel_tool_calls has no effect without tools", param="parallel_tool_calls")
+
+
+def num_logprobs(fields: ChatRequest) -> int | None:
+    return (fields.top_logprobs or 0) if fields.logprobs else None
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates take them: content parts joined, a developer is a system."""
+    plain: list[dict[str, Any]] = []
+    for number, message in enumerate(messages):
+        role = "system" if message.role == "developer" else message.role
+        made: dict[str, Any] = {"role": role, "content": _text(message.content)}
+        if isinstance(message, AssistantMessage):
+            if message.reasoning_content is not None or message.tool_calls:
+                raise bad_request(
+                    "this target's replies have no reasoning and no tool calls; send content only",
+                    param=f"messages[{number}]",
+                    code="unsupported_parameter",
+                )
+            if message.content is None:
+                raise bad_request("an assistant message needs content", param=f"messages[{number}].content")
+        plain.append(made)
+    return plain
+
+
+def _text(content: str | list[TextPart] | None) -> str:
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def template_settings(fields: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the chat template gets beside the messages: chat_template_kwargs and reasoning_effort."""
+    settings = dict(fields.chat_template_kwargs or {})
+    for name in settings:
+        if name in _RESERVED or name in tokenizer.special_tokens:
+            raise bad_request(f"{name} is not a switch of a template; leave it out", param="chat_template_kwargs")
+    if fields.reasoning_effort is not None:
+        if settings.get("reasoning_effort", fields.reasoning_effort) != fields.reasoning_effort:
+            raise bad_request("reasoning_effort is given twice, with two values", param="reasoning_effort")
+        settings["reasoning_effort"] = fields.reasoning_effort
+    return settings
+
+
+class ChatChoice(Choice):
+    """A choice of a chat."""
+
+    def __init__(self, index: int, fields: ChatRequest, stop_ids: frozenset[int], speller: Speller) -> None:
+        super().__init__(index, fields, stop_ids)
+        self._speller = speller
+        self._num_top = num_logprobs(fields)
+        self._content: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        self._has_begun = False
+
+    def _piece(self, events: Sequence[TokenEvent]) -> dict[str, Any] | None:
+        text = "".join(event.text or "" for event in events)
+        delta = self._delta(text)
+        entries = None if self._num_top is None else self._entries(events)
+        if not delta and entries is None:
+            return None
+        return {"delta": delta, "logprobs": None if entries is None else {"content": entries, "refusal": None}}
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        delta: dict[str, Any] = {} if self._has_begun else {"role": "assistant", "content": ""}
+        self._has_begun = True
+        if text:
+            self._content.append(text)
+            delta["content"] = text
+        return delta
+
+    def _entries(self, events: Sequence[TokenEvent]) -> list[dict[str, Any]]:
+        num_top = self._num_top or 0
+        fresh = [self._speller.chat_entry(e.logprobs, num_top=num_top) for e in events if e.logprobs is not None]
+        self._logprobs.extend(fresh)
+        return fresh
+
+    def _rest(self) -> dict[str, Any] | None:
+        return None
+
+    def _empty_piece(self) -> dict[str, Any]:
+        return {"delta": {}, "logprobs": None}
+
+    def _whole(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content), "refusal": None}
+        logprobs = None if self._num_top is None else {"content": self._logprobs, "refusal": None}
+        return {"message": message, "logprobs": logprobs}

@@ -1,0 +1,93 @@
+"""What a request needs before it can be submitted: its prompts as ids, its limits, its empty answer.
+
+Runs in a worker thread: tokenizing a long text takes longer than the event loop may be held up.
+"""
+
+from __future__ import annotations
+
+from blockdraft.engine import Request
+from blockdraft.serve import chat, completions
+from blockdraft.serve.answers import Answer, Frame
+from blockdraft.serve.asked import engine_requests, length_limit, num_choices, request_fields, stop_ids
+from blockdraft.serve.service import Service
+from blockdraft.serve.wire import ChatRequest, CompletionRequest
+
+__all__ = ["prepare_chat", "prepare_completion"]
+
+
+def prepare_chat(fields: ChatRequest, service: Service) -> tuple[Answer, list[Request]]:
+    """The answer to be filled, and the engine's request of every choice."""
+    chat.check_chat(fields)
+    n = num_choices(fields, service.settings)
+    common = request_fields(fields, num_logprobs=chat.num_logprobs(fields))
+    common["stop_ids"] = stop_ids(fields, service.engine.target.facts.eos_token_ids)
+    tokenizer = service.tokenizer
+    has_turn = fields.add_generation_prompt is not False
+    settings = chat.template_settings(fields, tokenizer)
+    ids = tokenizer.chat_ids(chat.plain_messages(fields.messages), add_generation_prompt=has_turn, **settings)
+    given = fields.max_completion_tokens or fields.max_tokens
+    param = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
+    limit = length_limit(
+        given,
+        service.settings.default_max_tokens,
+        len(ids),
+        service.engine.target.facts.max_length,
+        service.settings,
+        param=param,
+        where="messages",
+    )
+    own_stops = frozenset(fields.stop_token_ids or ())
+    frame = Frame(
+        model=fields.model,
+        fields=fields,
+        num_prompt_tokens=[len(ids)],
+        id=Frame.new_id("chatcmpl"),
+        service_tier=None if fields.service_tier is None else "default",
+    )
+    choices = [chat.ChatChoice(index, fields, own_stops, service.speller) for index in range(n)]
+    return Answer(frame, choices, chat.NAMES), engine_requests([ids], n, fields.seed, [limit], common)
+
+
+def prepare_completion(fields: CompletionRequest, service: Service) -> tuple[Answer, list[Request]]:
+    """The answer to be filled, and the engine's request of every choice: prompt by prompt, n of each."""
+    completions.check_completion(fields)
+    n = num_choices(fields, service.settings)
+    common = request_fields(fields, num_logprobs=fields.logprobs)
+    common["stop_ids"] = stop_ids(fields, service.engine.target.facts.eos_token_ids)
+    prompts = completions.read_prompts(fields, service.tokenizer, service.settings)
+    window = service.engine.target.facts.max_length
+    limits = [
+        length_limit(
+            fields.max_tokens,
+            completions.DEFAULT_MAX_TOKENS,
+            len(ids),
+            window,
+            service.settings,
+            param="max_tokens",
+            where="prompt",
+        )
+        for ids in prompts
+    ]
+    own_stops = frozenset(fields.stop_token_ids or ())
+    frame = Frame(
+        model=fields.model, fields=fields, num_prompt_tokens=[len(ids) for ids in prompts], id=Frame.new_id("cmpl")
+    )
+    echoes = _echoes(fields, prompts, service)
+    choices = [
+        completions.TextChoice(index, fields, own_stops, service.tokenizer, service.speller, echoes[index // n])
+        for index in range(n * len(prompts))
+    ]
+    return Answer(frame, choices, completions.NAMES), engine_requests(prompts, n, fields.seed, limits, common)
+
+
+def _echoes(fields: CompletionRequest, prompts: list[list[int]], service: Service) -> list[str]:
+    """What each choice's text begins with: the prompt as it was given, where echo is asked for."""
+    if not fields.echo:
+        return [""] * len(prompts)
+    if isinstance(fields.prompt, str):
+        return [fields.prompt]
+    given = fields.prompt
+    return [
+        item if isinstance(item, str) else service.tokenizer.decode(ids)
+        for item, ids in zip(given if not isinstance(given[0], int) else [None], prompts, strict=True)
+    ]
