@@ -47,7 +47,7 @@ def add_page(app: FastAPI) -> None:
 
     async def show_file(request: Request, version: str, name: str) -> Response:
         if version != bundle or name not in files:
-            raise HTTPException(404, f"the page has no file {name} of this version; load the page again")
+            raise HTTPException(404)
         return _answer(request, name, files[name], _FOREVER)
 
     methods = ["GET", "HEAD"]

@@ -9,6 +9,7 @@ import { Speaker } from "./speak.js";
 import { Tip } from "./tip.js";
 
 const WAYS = { plain: ["plain"], speculative: ["speculative"], both: ["plain", "speculative"] };
+const LOADING_MS = 1500; // until a server that loads is asked again
 const NEAR_END = 80; // pixels from the page's end at which it keeps following the text
 
 const page = Object.fromEntries(
@@ -34,11 +35,12 @@ async function connect() {
     if (!(error instanceof ApiError)) throw error;
     page.pair.textContent = error.status === 401 ? "The server asks for an API key." : error.message;
     if (error.status === 401) askForKey(key === "" ? null : error.message);
+    else if (error.status === 503) setTimeout(connect, LOADING_MS);
     else page.pair.append(" ", actionButton("Try again", connect));
     return;
   }
   page["key-form"].hidden = true;
-  const facts = [info.draft === null ? info.model : `${info.model} with ${info.draft}`, info.dtype, info.device];
+  const facts = [info.model, info.draft && `draft: ${info.draft}`, info.dtype, info.device];
   page.pair.textContent = facts.filter(Boolean).join(" · ");
   settings.adopt(info);
   const hasDraft = info.draft !== null;
@@ -178,8 +180,8 @@ function verdict(plain, speculative, asked) {
   } else {
     claim = `Different from token ${at + 1} on`;
     reason = isGreedy
-      ? "Greedy texts part only where two tokens are equal up to rounding; in float64 they do not."
-      : "These are two samples of one distribution. At temperature 0 the texts must be the same.";
+      ? `Greedy texts part only where two tokens are equal up to rounding (${info.dtype}); float64 is the judge.`
+      : "Two samples of one distribution. At temperature 0 the texts are the same, up to rounding.";
     for (const lane of [plain, speculative]) lane.markParting(at);
   }
   const ratio = one.tokensPerS && other.tokensPerS ? `${(other.tokensPerS / one.tokensPerS).toFixed(2)}× the speed` : "";

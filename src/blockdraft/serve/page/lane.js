@@ -113,7 +113,8 @@ export class Lane {
   // how: null for the server's own end, or words for another.
   end(how = null) {
     this.element.removeAttribute("aria-busy");
-    this.#say(how ?? ENDS[this.run?.finishReason] ?? "ended");
+    const reason = this.way === "plain" ? null : this.run?.noDraftReason;
+    this.#say(`${how ?? ENDS[this.run?.finishReason] ?? "ended"}${reason ? `; no draft: ${reason}` : ""}`);
     this.#showFigures();
     this.#svg.setAttribute("aria-label", this.#stripInWords());
   }

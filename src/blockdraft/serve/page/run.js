@@ -46,22 +46,25 @@ export class Run {
 
   // Live figures; the server's own replace them once they have come. null: not known (yet).
   figures() {
-    const speculation = this.#metrics?.speculative_decoding ?? null;
     const counts = { first: 0, accepted: 0, bonus: 0 };
     for (const token of this.tokens) counts[token.kind] += 1;
     const numSteps = this.steps.length;
-    const numProposals = this.steps.reduce((sum, step) => sum + step.numProposals, 0);
+    // The server counts what a stop cut away as well: it was accepted, but never shown.
+    const numAccepted = this.#metrics?.speculative_decoding?.num_accepted_draft_tokens ?? counts.accepted;
     const seconds = this.#firstAt === null ? 0 : (this.#lastAt - this.#firstAt) / 1000;
     return {
       counts,
       numSteps,
       numTokens: this.#numTokens ?? this.tokens.length,
-      numProposals: speculation?.num_draft_tokens ?? numProposals,
-      numAccepted: speculation?.num_accepted_draft_tokens ?? counts.accepted,
-      tokensPerStep: speculation?.mean_acceptance_length ?? (numSteps > 0 ? 1 + counts.accepted / numSteps : null),
+      tokensPerStep: numSteps > 0 ? 1 + numAccepted / numSteps : null,
       tokensPerS: this.#metrics?.timing?.tokens_per_s ?? (seconds > 0 ? (this.tokens.length - 1) / seconds : null),
       firstTokenS: this.#firstAt === null ? null : (this.#firstAt - this.#startedAt) / 1000,
     };
+  }
+
+  // Why the draft was not used, or null.
+  get noDraftReason() {
+    return this.#metrics?.speculation?.reason ?? null;
   }
 
   // null for the first token's, which is the prefill.

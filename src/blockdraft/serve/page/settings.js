@@ -1,6 +1,7 @@
 // Owns the settings panel: what stands in its fields, as numbers or null where a field is empty.
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
+const POLICIES = { fixed: "It takes all of them.", adaptive: "It takes what is fastest at each moment." };
 const NARROW = "(max-width: 899px)"; // as in page.css
 
 export class Settings {
@@ -42,8 +43,8 @@ export class Settings {
       this.#width.value = info.max_width;
     }
     document.getElementById("width-hint").textContent = hasDraft
-      ? `The anchor and up to ${info.max_width - 1} proposals. ${policyInWords(info.width_policy)}`
-      : "This server has no draft: it decodes plainly.";
+      ? `The anchor and up to ${info.max_width - 1} proposals. ${POLICIES[info.width_policy] ?? ""}`
+      : `Plain decoding only. ${info.draft_off_reason ?? "This server has no draft."}`;
     this.#showWidth();
   }
 
@@ -74,8 +75,4 @@ export class Settings {
     this.#width.disabled = this.#isAuto.checked;
     document.getElementById("width-shown").textContent = this.#isAuto.checked ? "auto" : this.#width.value;
   }
-}
-
-function policyInWords(policy) {
-  return policy ? `Its own choice: ${typeof policy === "string" ? policy : JSON.stringify(policy)}.` : "";
 }
