@@ -16,6 +16,7 @@ from blockdraft.text.stream import (
     StopScanner,
     StreamDecoder,
     check_stop,
+    token_bytes,
 )
 from blockdraft.text.tokenizer import Tokenizer, load_tokenizer
 
