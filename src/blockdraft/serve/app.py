@@ -98,7 +98,10 @@ def _add_errors(app: FastAPI, metrics: Metrics) -> None:
         assert isinstance(error, HTTPException)
         await discard_body(request.scope, request.receive)
         path = request.url.path[:200]
-        known = {404: (f"there is no {path}", "not_found"), 405: (f"{request.method} {path}", "method_not_allowed")}
+        known = {
+            404: (f"there is no {path}", "not_found"),
+            405: (f"{request.method} is not for {path}", "method_not_allowed"),
+        }
         message, code = known.get(error.status_code, (str(error.detail), "error"))
         metrics.reject(code)
         made = bad_request(message, status=error.status_code, code=code)

@@ -25,6 +25,7 @@ __all__ = ["Done", "EngineLoop", "Failed", "LoopObserver", "QueueFullError", "Re
 logger = logging.getLogger("blockdraft.serve")
 MAX_FAILED_STEPS = 3  # so many in a row, and the engine counts as broken
 SNAPSHOT_EVERY_S = 0.5
+JOIN_S = 10.0
 
 
 class QueueFullError(Exception):
@@ -210,8 +211,8 @@ class EngineLoop:
         with self._lock:
             self._is_stopping = True
             self._lock.notify()
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, 30.0)
+        if self._thread is not None and self.engine is not None:  # loading is not waited for
+            await asyncio.to_thread(self._thread.join, JOIN_S)
 
     def _tell(self, command: Callable[[], None]) -> None:
         with self._lock:

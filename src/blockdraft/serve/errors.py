@@ -80,26 +80,27 @@ def server_error(message: str, *, code: str = "internal_error", status: int = 50
 
 
 # ---- wrong bodies --------------------------------------------------------------------------------------------------
-_UNSUPPORTED = "unsupported"  # type of our own pydantic errors for what is known and not offered
+_UNSUPPORTED, _UNKNOWN = "unsupported", "unknown"  # types of the faults that fields.py finds; they name their field
 
 
 def from_validation(error: ValidationError, given: object) -> ApiError:
     """The error of the first fault in a body; of the branches of a union, the one that came furthest."""
-    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    faults = error.errors(include_url=False, include_input=False)
     depth = max(len(fault["loc"]) for fault in faults)
     deepest = [fault for fault in faults if len(fault["loc"]) == depth]
     known = [fault for fault in deepest if fault["type"] == _UNSUPPORTED]
     fault = (known or deepest)[0]
-    param = _param(fault["loc"], given)
-    same = known[:1] or [other for other in deepest if _param(other["loc"], given) == param]
+    place = _param(fault["loc"], given)
+    if not fault["loc"] and fault["type"] not in (_UNSUPPORTED, _UNKNOWN, "missing"):
+        return bad_request("the body must be a JSON object", code="invalid_type")
+    same = known[:1] or [other for other in deepest if _param(other["loc"], given) == place]
     words = list(dict.fromkeys(str(other["msg"]) for other in same))
-    code = {
-        "missing": "missing_required_parameter",
-        "unknown": "unknown_parameter",
-        _UNSUPPORTED: "unsupported_parameter",
-    }
-    where = f"{param}: " if param else ""
-    return bad_request(where + "; or ".join(words), param=param, code=code.get(str(fault["type"]), "invalid_type"))
+    codes = {"missing": "missing_required_parameter", _UNKNOWN: "unknown_parameter"}
+    code = {**codes, _UNSUPPORTED: "unsupported_parameter"}.get(str(fault["type"]), "invalid_type")
+    where = f"{place}: " if place else ""
+    field = str(fault.get("ctx", {}).get("field", ""))
+    param = ".".join(part for part in (place, field) if part) or None
+    return bad_request(where + "; or ".join(words), param=param, code=code)
 
 
 def _param(location: Sequence[int | str], given: object) -> str | None:

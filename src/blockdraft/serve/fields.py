@@ -97,5 +97,6 @@ class Wire(BaseModel):
 
 
 def refuse(name: str, why: str) -> NoReturn:
-    """Raise the fault that says that a known field, or a value of it, is not supported."""
-    raise PydanticCustomError("unsupported", "{name} is not supported: {why}", {"name": name, "why": why})
+    """Raise the fault that says that a known field, or a value of it (then its name and the value), is not supported."""
+    facts = {"name": name, "why": why, "field": name.partition(" ")[0]}
+    raise PydanticCustomError("unsupported", "{name} is not supported: {why}", facts)

@@ -9,6 +9,7 @@ from blockdraft.engine import Request
 from blockdraft.serve import chat, completions
 from blockdraft.serve.answers import Answer, Frame
 from blockdraft.serve.asked import engine_requests, length_limit, num_choices, request_fields, stop_ids
+from blockdraft.serve.forms import asked_form, checked_form
 from blockdraft.serve.service import Service
 from blockdraft.serve.wire import ChatRequest, CompletionRequest
 
@@ -22,6 +23,8 @@ def prepare_chat(fields: ChatRequest, service: Service) -> tuple[Answer, list[Re
     common = request_fields(fields, num_logprobs=chat.num_logprobs(fields))
     common["stop_ids"] = stop_ids(fields, service.engine.target.facts.eos_token_ids)
     tokenizer = service.tokenizer
+    if (form := asked_form(fields)) is not None:
+        common["grammar"] = checked_form(form, service.engine)
     has_turn = fields.add_generation_prompt is not False
     settings = chat.template_settings(fields, tokenizer)
     ids = tokenizer.chat_ids(chat.plain_messages(fields.messages), add_generation_prompt=has_turn, **settings)
@@ -54,6 +57,8 @@ def prepare_completion(fields: CompletionRequest, service: Service) -> tuple[Ans
     n = num_choices(fields, service.settings)
     common = request_fields(fields, num_logprobs=fields.logprobs)
     common["stop_ids"] = stop_ids(fields, service.engine.target.facts.eos_token_ids)
+    if (form := asked_form(fields)) is not None:
+        common["grammar"] = checked_form(form, service.engine)
     prompts = completions.read_prompts(fields, service.tokenizer, service.settings)
     window = service.engine.target.facts.max_length
     limits = [

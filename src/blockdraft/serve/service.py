@@ -19,7 +19,7 @@ from blockdraft.serve.errors import bad_request, unavailable
 from blockdraft.serve.metrics import Metrics
 from blockdraft.serve.settings import ServerSettings
 from blockdraft.serve.spelling import Speller
-from blockdraft.text import Tokenizer
+from blockdraft.text import Tokenizer, why_no_grammars
 
 __all__ = ["Phase", "Service"]
 
@@ -113,6 +113,11 @@ class Service:
         return self.engine.tokenizer
 
     @property
+    def why_no_grammars(self) -> str | None:
+        """What keeps answers from being held to a form; None where nothing does."""
+        return why_no_grammars(self.tokenizer)
+
+    @property
     def speller(self) -> Speller:
         assert self._speller is not None
         return self._speller
@@ -146,12 +151,13 @@ class Service:
             "draft_dtype": None if engine.draft is None else _plain(engine.draft.dtype),
             "device": str(engine.target.device),
             "target_layer_ids": None if draft is None else list(draft.target_layer_ids),
+            "num_target_layers": engine.target.facts.num_layers,
             "tap_stream": None if draft is None else (draft.tap_stream or "prefix"),
             "max_length": engine.target.facts.max_length,
             "max_rows": engine.max_rows,
             "memory_limit_bytes": engine.memory_limit,
             "reply_format": "plain",
-            "grammar": False,
+            "grammar": self.why_no_grammars is None,
             "limits": {
                 "max_body_bytes": settings.max_body_bytes,
                 "max_queue": settings.max_queue,

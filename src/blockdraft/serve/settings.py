@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from blockdraft.errors import ConfigError, shown
 
-__all__ = ["LOOPBACK_HOSTS", "ServerSettings"]
+__all__ = ["BUILTIN_MODEL_NAME", "LOOPBACK_HOSTS", "ServerSettings"]
 
+BUILTIN_MODEL_NAME = "smollm2-135m"
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _SECONDS = ("request_timeout_s", "body_timeout_s", "stall_timeout_s", "drain_timeout_s")
 
@@ -21,7 +22,7 @@ _SECONDS = ("request_timeout_s", "body_timeout_s", "stall_timeout_s", "drain_tim
 class ServerSettings:
     """Settings of one server. Sizes are bytes, times seconds, lengths tokens."""
 
-    model_name: str = "smollm2-135m"
+    model_name: str = BUILTIN_MODEL_NAME
     """What `model` must be in a request."""
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     """Any of them opens the API; without one it is open to whoever reaches the port."""
@@ -53,7 +54,7 @@ class ServerSettings:
     """Name of the way in which the target writes reasoning and tool calls; None: found from its template."""
     has_page: bool = True
     """Whether / is the playground page."""
-    has_access_log: bool = False
+    has_access_log: bool = True
     """Whether every request is a line on the log `blockdraft.access`."""
 
     def __post_init__(self) -> None:
