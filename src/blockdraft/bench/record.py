@@ -17,9 +17,10 @@ from typing import Any, Literal, get_args
 from blockdraft.errors import ConfigError, shown
 from blockdraft.stats import RequestStats
 
-__all__ = ["RECORD_SCHEMA", "Counts", "FinishReason", "RequestRecord", "Scalar"]
+__all__ = ["RECORD_SCHEMA", "ROUND_TAG", "Counts", "FinishReason", "RequestRecord", "Scalar"]
 
 RECORD_SCHEMA = "blockdraft.bench.record/1"
+ROUND_TAG = "round"  # tag that a run adds: which of its rounds a record was made in
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Scalar = str | int | float | bool
 StepsSource = Literal["counted", "derived"]

@@ -23,8 +23,8 @@ class Prompt:
     """A question: user turns that are asked one after the other, each with the live replies to those before.
 
     `cluster` is what is independent: prompts made of one source row share it. `is_raw`: the one turn is continued as
-    plain text, without a chat template. `answer_prefix` opens the assistant's turn (of raw prompts it is part of the
-    text). `answers` are for scoring, they never get into records. `is_private`: neither text nor ids may be kept.
+    plain text, without a chat template. `answers` are for the scorer that `scorer` names (workloads.scoring) and never
+    get into records. `is_private`: neither text nor ids may be kept.
     """
 
     id: str
@@ -34,6 +34,7 @@ class Prompt:
     system: str | None = None
     is_raw: bool = False
     answers: tuple[str, ...] = ()
+    scorer: str | None = None
     max_new_tokens: int | None = None
     """Instead of the setting's, where it is smaller."""
     stop: tuple[str, ...] = ()
@@ -197,7 +198,9 @@ class System(Protocol):
 
     A run calls `check` with every setting before anything runs, then for each setting `warm_up` once and `run`. A
     conversation with several turns gives one record for each; its requests follow each other, with the live replies.
-    A request that breaks is a record with finish reason "error", and ends its conversation.
+    A request that breaks is a record with finish reason "error", and ends its conversation. Records come with text and
+    ids where the system knows them; the run takes them out again where they may not be kept, so no text goes into
+    `raw` or `error`. Tags are the prompt's.
     """
 
     @property
