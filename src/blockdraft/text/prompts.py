@@ -43,7 +43,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]
         name = f"messages[{number}]"
         if not isinstance(message, Mapping):
             raise RequestError(f"{name} must be an object with role and content, not {type(message).__name__}")
-        _refuse_unknown(message, ("role", "content"), name)
+        refuse_unknown(message, ("role", "content"), name)
         role, content = message.get("role"), message.get("content")
         if role not in _ROLES:
             raise RequestError(f"{name}: role {role!r} given, allowed are {', '.join(_ROLES)}")
@@ -74,7 +74,7 @@ def _parse_line(line: str, number: int) -> Prompt:
         raise RequestError(f"{where} is not valid JSON: it is nested too deeply") from None
     if not isinstance(entry, dict):
         raise RequestError(f"{where} must be a JSON object, it is a {type(entry).__name__}")
-    _refuse_unknown(entry, ("prompt", "messages"), where)
+    refuse_unknown(entry, ("prompt", "messages"), where)
     if len(entry) != 1:
         raise RequestError(f'{where} must hold either "prompt" or "messages", it holds {len(entry)} of them')
     if "messages" in entry:
@@ -91,7 +91,7 @@ def _parse_line(line: str, number: int) -> Prompt:
     return Prompt(number, text, None)
 
 
-def _refuse_unknown(entry: Mapping[str, Any], allowed: tuple[str, ...], where: str) -> None:
+def refuse_unknown(entry: Mapping[str, Any], allowed: tuple[str, ...], where: str) -> None:
     for key in entry:
         if key not in allowed:
             raise RequestError(f"{where}: unknown key {key!r}, allowed are {', '.join(allowed)}{hint(key, allowed)}")

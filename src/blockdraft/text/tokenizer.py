@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from blockdraft.errors import CheckpointError, RequestError
-from blockdraft.text.prompts import check_messages, check_unicode, hint
+from blockdraft.text.messages import check_chat_messages
+from blockdraft.text.prompts import check_unicode, hint
 
 _NAMED_SPECIAL_TOKENS = (
     "bos_token",
@@ -142,7 +143,7 @@ class Tokenizer:
         **template_kwargs: Any,
     ) -> list[int]:
         """Ids of a conversation under the target's chat template, ready to be continued by the target."""
-        plain = check_messages(messages)
+        plain = check_chat_messages(messages)
         template = self.chat_template
         if template is None:
             raise RequestError(
@@ -165,7 +166,7 @@ class Tokenizer:
     def _render(
         self,
         template: str,
-        messages: list[dict[str, str]],
+        messages: list[dict[str, Any]],
         add_generation_prompt: bool,
         kwargs: dict[str, Any],
     ) -> str:

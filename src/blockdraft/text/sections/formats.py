@@ -73,6 +73,8 @@ class ReplyFormat:
     """Texts that it does not hold, none of them."""
     arguments_are_text: bool = False
     """Whether the template wants the arguments of earlier calls as JSON text, not as an object."""
+    calls_have_null_content: bool = False
+    """Whether the template tells a message of calls alone by its content being null."""
     reasoning_key: str = "reasoning_content"
     """Under which name the template looks for the reasoning of earlier messages."""
     visible_tokens: tuple[str, ...] = ()
@@ -212,6 +214,7 @@ _ALL = (
         name="deepseek-v3",
         families="DeepSeek V3, R1 and its distillations",
         syntax="deepseek_fenced",
+        calls_have_null_content=True,
         call_start=_DEEPSEEK_MARKERS[0],
         reasoning=_THINK,
         signs=(_DEEPSEEK_MARKERS[0], "```json"),
@@ -222,6 +225,7 @@ _ALL = (
         name="deepseek-v3.1",
         families="DeepSeek V3.1",
         syntax="deepseek",
+        calls_have_null_content=True,
         call_start=_DEEPSEEK_MARKERS[0],
         reasoning=_THINK,
         signs=(_DEEPSEEK_MARKERS[0],),

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from blockdraft.errors import RequestError, shown
+
 __all__ = ["parameters_of", "typed_value", "value_types"]
 
 _MAX_DEPTH = 16
@@ -18,9 +20,18 @@ _TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string", lis
 
 
 def parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The JSON schema of each tool's arguments by the tool's name (OpenAI's form of a list of tools)."""
-    functions = [tool["function"] for tool in tools]
-    return {function["name"]: function.get("parameters") or {} for function in functions}
+    """The JSON schema of each tool's arguments by the tool's name, from OpenAI's form of a list of tools."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+            raise RequestError(f"tools[{number}] must be an object with type and function, which has a name")
+        schema = function.get("parameters")
+        if name in found or not isinstance(schema, Mapping | None):
+            raise RequestError(f"tools[{number}]: {shown(name)} is given twice, or its parameters are no JSON schema")
+        found[name] = schema or {}
+    return found
 
 
 def typed_value(text: str, schema: Mapping[str, Any], name: str) -> Any:
