@@ -21,8 +21,8 @@ def check_chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
     """The conversation as plain objects, or RequestError naming the message.
 
     Beside role and content: `tool_calls` (content may then be null) and `reasoning_content` of an assistant (gpt-oss's
-    template calls it `thinking`), and messages of the role tool with the `tool_call_id` of a call before them. Arguments
-    stay as they were given, JSON text or an object.
+    template calls it `thinking`), and messages of the role tool with the `tool_call_id` of a call before them.
+    Arguments stay as they were given, JSON text or an object.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         check_messages(messages)
