@@ -64,7 +64,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Texts that match a whole pattern (Rust's syntax: no look-around, no backreferences)."""
+        """Texts that match a whole pattern (Rust's syntax: no look-around, no backreferences; \\d is 0 to 9)."""
         return cls("regex", pattern)
 
     @classmethod
@@ -107,17 +107,17 @@ class Grammar:
 
 def json_rule(schema: Mapping[str, Any] | bool) -> str:
     """A JSON schema as it stands in a rule of a Lark grammar, checked and spelled as by ``Grammar.json_schema``."""
-    _schema_text(schema)
-    as_object = {} if schema is True else schema
-    if not isinstance(as_object, Mapping):
-        raise RequestError("the schema is false, which no JSON fits; remove it")
-    return f"%json {json.dumps({**as_object, 'x-guidance': dict(SPELLING)}, ensure_ascii=False)}"
+    spelled = {**json.loads(_schema_text(schema)), "x-guidance": dict(SPELLING)}
+    return f"%json {json.dumps(spelled, ensure_ascii=False)}"
 
 
 def _schema_text(schema: object) -> str:
+    """The schema as an object of JSON."""
     check_schema(schema)
+    if schema is False:
+        raise RequestError("the JSON schema is false, which nothing fits; remove it")
     try:
-        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        return json.dumps({} if schema is True else schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise RequestError(f"the JSON schema is not JSON: {error}") from None
     except RecursionError:

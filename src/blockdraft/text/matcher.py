@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from blockdraft.errors import RequestError, UnavailableError
-from blockdraft.text.grammar import Grammar
+from blockdraft.text.grammar import Grammar, json_rule
 from blockdraft.text.json_schema import SPELLING
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ __all__ = ["CompiledGrammar", "Mask", "Matcher", "compile_grammar", "why_no_gram
 
 # The compiler knows ends of texts as a token only. This one is nobody's, so that the real end ids stay special tokens.
 _END_TOKEN = "<|blockdraft: the text may end here|>"
+# Without it the one spelling is demanded that the tokenizer prefers, wherever the characters to come are certain.
+_OPTIONS_WORD, _ALL_SPELLINGS = "%llguidance", '{"no_forcing": true}'
 _SHALLOW_PARTS = 100
 _DEEP_STACK_BYTES = 512 * 2**20  # reserved while a grammar of many parts is compiled, used as deep as it is
 _MAX_REASON = 240
@@ -181,15 +183,22 @@ class _Vocabulary:
 
     def compile(self, grammar: Grammar) -> Any:
         """The compiler's state before the first id; it holds its own errors."""
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, regex_to_lark
 
-        if grammar.kind == "json_schema":
-            source = LLMatcher.grammar_from_json_schema(grammar.source, overrides=dict(SPELLING))  # type: ignore[arg-type]
-        elif grammar.kind == "lark":
-            source = LLMatcher.grammar_from_lark(grammar.source)
+        if grammar.kind == "lark":
+            text = grammar.source
+        elif grammar.kind == "json_schema":
+            text = f"start: {json_rule(json.loads(grammar.source))}"
         else:
-            source = LLMatcher.grammar_from_regex(grammar.source)
-        return LLMatcher(self._tokens, source, log_level=0)
+            text = f"start: /{regex_to_lark(grammar.source, 'd')}/"
+        if _OPTIONS_WORD not in text:
+            text = f"{text}\n{_OPTIONS_WORD} {_ALL_SPELLINGS}\n"
+        state = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(text), log_level=0)
+        if grammar.kind == "json_schema" and state.is_error():  # in its own words: those of a rule quote the schema
+            own = LLMatcher.grammar_from_json_schema(grammar.source, overrides=dict(SPELLING))  # type: ignore[arg-type]
+            own_state = LLMatcher(self._tokens, own, log_level=0)
+            return own_state if own_state.is_error() else state
+        return state
 
     def token_bytes(self, ids: Sequence[int]) -> bytes:
         """What the compiler takes these ids for."""
