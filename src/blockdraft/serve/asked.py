@@ -38,6 +38,8 @@ def choice_seed(seed: int | None, index: int) -> int | None:
 
 def request_fields(fields: GenerationFields, *, num_logprobs: int | None) -> dict[str, Any]:
     """What all choices have in common: the engine's fields but for prompt, length limit and seed."""
+    if fields.stream_options is not None and not fields.stream:
+        raise bad_request("stream_options needs stream true", param="stream_options")
     given = fields.speculation
     top_k = fields.top_k if fields.top_k and fields.top_k > 0 else None
     sampling = SamplingParams(

@@ -15,6 +15,14 @@ from blockdraft.serve.errors import bad_request
 from blockdraft.serve.spelling import Speller
 from blockdraft.serve.wire import AssistantMessage, ChatRequest, Message, TextPart
 from blockdraft.text import Tokenizer
+from blockdraft.text.sections import (
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+    ReplyParser,
+    ToolCallArguments,
+    ToolCallStart,
+)
 
 __all__ = ["NAMES", "ChatChoice", "check_chat", "num_logprobs", "plain_messages", "template_settings"]
 
@@ -102,31 +110,64 @@ def template_settings(fields: ChatRequest, tokenizer: Tokenizer) -> dict[str, An
 
 
 class ChatChoice(Choice):
-    """A choice of a chat."""
+    """A choice of a chat. `parser` None: all text is content. `max_calls`: further tool calls are left out."""
 
-    def __init__(self, index: int, fields: ChatRequest, stop_ids: frozenset[int], speller: Speller) -> None:
+    def __init__(
+        self,
+        index: int,
+        fields: ChatRequest,
+        stop_ids: frozenset[int],
+        speller: Speller,
+        parser: ReplyParser | None,
+    ) -> None:
         super().__init__(index, fields, stop_ids)
         self._speller = speller
+        self._parser = parser
         self._num_top = num_logprobs(fields)
+        self._max_calls = 1 if fields.parallel_tool_calls is False else None
         self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[dict[str, Any]] = []
         self._logprobs: list[dict[str, Any]] = []
         self._has_begun = False
 
     def _piece(self, events: Sequence[TokenEvent]) -> dict[str, Any] | None:
         text = "".join(event.text or "" for event in events)
-        delta = self._delta(text)
+        delta = self._delta(self._read(text))
         entries = None if self._num_top is None else self._entries(events)
         if not delta and entries is None:
             return None
         return {"delta": delta, "logprobs": None if entries is None else {"content": entries, "refusal": None}}
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        delta: dict[str, Any] = {} if self._has_begun else {"role": "assistant", "content": ""}
+    def _read(self, text: str) -> list[Delta]:
+        if not text:
+            return []
+        return [ContentDelta(text)] if self._parser is None else self._parser.feed(text)
+
+    def _delta(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        made: dict[str, Any] = {} if self._has_begun else {"role": "assistant", "content": ""}
         self._has_begun = True
-        if text:
-            self._content.append(text)
-            delta["content"] = text
-        return delta
+        for delta in deltas:
+            if isinstance(delta, ContentDelta):
+                self._content.append(delta.text)
+                made["content"] = made.get("content", "") + delta.text
+            elif isinstance(delta, ReasoningDelta):
+                self._reasoning.append(delta.text)
+                made["reasoning_content"] = made.get("reasoning_content", "") + delta.text
+            elif self._max_calls is None or delta.index < self._max_calls:
+                made.setdefault("tool_calls", []).extend(self._call_pieces(delta))
+        return made
+
+    def _call_pieces(self, delta: Delta) -> list[dict[str, Any]]:
+        """A call as it grows: its head, then its arguments."""
+        if isinstance(delta, ToolCallStart):
+            function = {"name": delta.name, "arguments": ""}
+            self._calls.append({"id": delta.id, "type": "function", "function": function})
+            return [{"index": delta.index, "id": delta.id, "type": "function", "function": dict(function)}]
+        if isinstance(delta, ToolCallArguments):
+            self._calls[delta.index]["function"]["arguments"] += delta.text
+            return [{"index": delta.index, "function": {"arguments": delta.text}}]
+        return []
 
     def _entries(self, events: Sequence[TokenEvent]) -> list[dict[str, Any]]:
         num_top = self._num_top or 0
@@ -135,12 +176,26 @@ class ChatChoice(Choice):
         return fresh
 
     def _rest(self) -> dict[str, Any] | None:
-        return None
+        delta = {} if self._parser is None else self._delta(self._parser.finish())
+        return {"delta": delta, "logprobs": None} if delta else None
+
+    def _reason(self) -> str:
+        reason = super()._reason()
+        return "tool_calls" if self._calls and reason == "stop" else reason
 
     def _empty_piece(self) -> dict[str, Any]:
         return {"delta": {}, "logprobs": None}
 
     def _whole(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content), "refusal": None}
+        content = "".join(self._content)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if self._calls and not content else content,
+            "refusal": None,
+        }
+        if self._parser is not None:
+            message["reasoning_content"] = "".join(self._reasoning) or None
+        if self._calls:
+            message["tool_calls"] = self._calls
         logprobs = None if self._num_top is None else {"content": self._logprobs, "refusal": None}
         return {"message": message, "logprobs": logprobs}

@@ -87,16 +87,15 @@ class Wire(BaseModel):
             if name not in cls.refused:
                 known = ", ".join(served)
                 close = hint(name, served) or (f"; known are {known}" if len(known) < 80 else "")
-                raise PydanticCustomError(
-                    "unknown", "unknown field {name}{close}", {"name": shown(name), "close": close}
-                )
+                facts = {"name": shown(name), "close": close, "field": str(name)[:80]}
+                raise PydanticCustomError("unknown", "unknown field {name}{close}", facts)
             if value is not None:
                 refuse(name, cls.refused[name])
             del kept[name]
         return kept
 
 
-def refuse(name: str, why: str) -> NoReturn:
-    """Raise the fault that says that a known field, or a value of it (then its name and the value), is not supported."""
-    facts = {"name": name, "why": why, "field": name.partition(" ")[0]}
+def refuse(what: str, why: str, *, field: str | None = None) -> NoReturn:
+    """Raise the fault that says that a field is not supported; `field` is its name where `what` says more."""
+    facts = {"name": what, "why": why, "field": field or what}
     raise PydanticCustomError("unsupported", "{name} is not supported: {why}", facts)

@@ -12,6 +12,7 @@ from blockdraft.serve.asked import engine_requests, length_limit, num_choices, r
 from blockdraft.serve.forms import asked_form, checked_form
 from blockdraft.serve.service import Service
 from blockdraft.serve.wire import ChatRequest, CompletionRequest
+from blockdraft.text.sections import ReplyParser
 
 __all__ = ["prepare_chat", "prepare_completion"]
 
@@ -47,8 +48,19 @@ def prepare_chat(fields: ChatRequest, service: Service) -> tuple[Answer, list[Re
         id=Frame.new_id("chatcmpl"),
         service_tier=None if fields.service_tier is None else "default",
     )
-    choices = [chat.ChatChoice(index, fields, own_stops, service.speller) for index in range(n)]
+    choices = [
+        chat.ChatChoice(index, fields, own_stops, service.speller, _parser(fields, ids, service)) for index in range(n)
+    ]
     return Answer(frame, choices, chat.NAMES), engine_requests([ids], n, fields.seed, [limit], common)
+
+
+def _parser(fields: ChatRequest, ids: list[int], service: Service) -> ReplyParser | None:
+    """What takes a choice's text apart; None where it is all content."""
+    reply_format = service.reply_format
+    if not reply_format.has_reasoning:
+        return None
+    prompt_text = service.tokenizer.decode(ids, skip_special_tokens=False)
+    return ReplyParser(reply_format, service.tokenizer, has_tools=False, prompt_text=prompt_text)
 
 
 def prepare_completion(fields: CompletionRequest, service: Service) -> tuple[Answer, list[Request]]:

@@ -20,6 +20,7 @@ from blockdraft.serve.metrics import Metrics
 from blockdraft.serve.settings import ServerSettings
 from blockdraft.serve.spelling import Speller
 from blockdraft.text import Tokenizer, why_no_grammars
+from blockdraft.text.sections import ReplyFormat, find_reply_format, reply_format
 
 __all__ = ["Phase", "Service"]
 
@@ -37,6 +38,7 @@ class Service:
         self._starting: asyncio.Task[None] | None = None
         self.created = int(time.time())
         self._speller: Speller | None = None
+        self._reply_format: ReplyFormat | None = None
 
     # ---- life --------------------------------------------------------------------------------------------------------
     def start(self) -> None:
@@ -52,6 +54,8 @@ class Service:
         engine = await self.loop.start()
         if engine.tokenizer is None:
             raise ConfigError("the engine has no tokenizer, and a server speaks text; make it with one")
+        name = self.settings.reply_format
+        self._reply_format = find_reply_format(engine.tokenizer) if name is None else reply_format(name)
         self._speller = Speller(engine.tokenizer)
         if self.phase == "loading":
             self.phase = "ready"
@@ -122,6 +126,12 @@ class Service:
         assert self._speller is not None
         return self._speller
 
+    @property
+    def reply_format(self) -> ReplyFormat:
+        """How the target writes reasoning and tool calls."""
+        assert self._reply_format is not None
+        return self._reply_format
+
     # ---- what it says of itself --------------------------------------------------------------------------------------
     def model_card(self) -> dict[str, Any]:
         """The entry of /v1/models."""
@@ -156,7 +166,7 @@ class Service:
             "max_length": engine.target.facts.max_length,
             "max_rows": engine.max_rows,
             "memory_limit_bytes": engine.memory_limit,
-            "reply_format": "plain",
+            "reply_format": self.reply_format.name,
             "grammar": self.why_no_grammars is None,
             "limits": {
                 "max_body_bytes": settings.max_body_bytes,

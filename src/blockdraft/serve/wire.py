@@ -48,7 +48,7 @@ class TextPart(Wire):
     def _is_text(cls, given: Any) -> Any:
         kind = given.get("type") if isinstance(given, dict) else None
         if isinstance(kind, str) and kind != "text":
-            refuse(f"content of type {kind[:40]!r}", "this server reads text parts only")
+            refuse(f"content of type {kind[:40]!r}", "this server reads text parts only", field="type")
         return given
 
 
@@ -231,9 +231,10 @@ class GenerationFields(Wire):
         if self.include_stop_str_in_output:
             refuse("include_stop_str_in_output", "the text ends before the stop string")
         if self.skip_special_tokens is False:
-            refuse("skip_special_tokens false", "special tokens are not part of the text")
+            refuse("skip_special_tokens false", "special tokens are no text", field="skip_special_tokens")
         if self.spaces_between_special_tokens is False:
-            refuse("spaces_between_special_tokens false", "special tokens are not part of the text")
+            name = "spaces_between_special_tokens"
+            refuse(f"{name} false", "special tokens are no text", field=name)
         return self
 
 
