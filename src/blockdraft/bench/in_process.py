@@ -130,7 +130,7 @@ class InProcess:
         """Submit a conversation's next turn. A record where the request was refused."""
         talk.sent_s, talk.first_s, talk.ticket, talk.prompt_ids = sent_s, None, None, []
         try:
-            talk.prompt_ids = self._turn_ids(talk, setting)
+            talk.prompt_ids = self.turn_ids(talk.job.prompt, talk.turn, talk.replies, setting)
             request = self._request(talk.job, setting, talk.turn, talk.prompt_ids, talk.max_new_tokens(setting))
             talk.ticket = self.engine.submit(request)
         except BlockdraftError as error:
@@ -139,11 +139,14 @@ class InProcess:
             return self._record(talk, setting, sent_s, error=words, log=None)
         return None
 
-    def _turn_ids(self, talk: _Talk, setting: Setting) -> list[int]:
-        prompt = talk.job.prompt
+    def turn_ids(self, prompt: Prompt, turn: int, replies: Sequence[str], setting: Setting) -> list[int]:
+        """Ids of a prompt's turn, after the replies to the turns before it."""
         if prompt.is_raw:
             return self.tokenizer.encode(prompt.turns[0], add_special_tokens=True)
-        return self._prompt_ids([*talk.messages, {"role": "user", "content": prompt.turns[talk.turn]}], setting)
+        messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+        for asked, reply in zip(prompt.turns[:turn], replies, strict=True):
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
+        return self._prompt_ids([*messages, {"role": "user", "content": prompt.turns[turn]}], setting)
 
     def _record(
         self, talk: _Talk, setting: Setting, now_s: float, *, error: str | None = None, log: StepLog | None
@@ -211,7 +214,7 @@ class _Talk:
 
     job: Job
     turn: int = 0
-    messages: list[dict[str, str]] = field(default_factory=list)
+    replies: list[str] = field(default_factory=list)
     ticket: Ticket | None = None
     prompt_ids: Sequence[int] = ()
     sent_s: float = 0.0
@@ -226,10 +229,7 @@ class _Talk:
         prompt = self.job.prompt
         if not record.is_whole or self.turn + 1 == len(prompt.turns):
             return False
-        self.messages += [
-            {"role": "user", "content": prompt.turns[self.turn]},
-            {"role": "assistant", "content": record.text or ""},
-        ]
+        self.replies.append(record.text or "")
         self.turn += 1
         return True
 
@@ -269,13 +269,7 @@ class _Drive:
                 return
             self.arrivals.popleft()
             # In an open loop a request counts from its arrival, however late the engine came to look.
-            yield from self._begin(self._opened(job), at if most is None else self.clock.now_s())
-
-    def _opened(self, job: Job) -> _Talk:
-        talk = _Talk(job)
-        if job.prompt.system is not None:
-            talk.messages.append({"role": "system", "content": job.prompt.system})
-        return talk
+            yield from self._begin(_Talk(job), at if most is None else self.clock.now_s())
 
     def _begin(self, talk: _Talk, sent_s: float) -> Iterator[RequestRecord]:
         refused = self.system._begin(talk, self.setting, sent_s)

@@ -19,13 +19,24 @@ Cell = Interval | float | int | str | None
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`formula` says what the number is; `digits` after the point; a `unit` "%" is written times 100."""
+    """`formula` says what the number is; `digits` after the point; a `unit` "%" is written times 100.
+
+    `least` is what the number cannot be below (0 of a share, which cannot be above 1 either): bounds of an interval are
+    shown no further, while files keep them as they were computed.
+    """
 
     key: str
     title: str
     formula: str = ""
     digits: int = 2
     unit: str = ""
+    least: float | None = None
+
+    def possible(self, bound: float) -> float:
+        """A bound of an interval, within what is possible."""
+        if self.unit == "%":
+            return min(max(bound, 0.0), 1.0)
+        return bound if self.least is None else max(bound, self.least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +121,8 @@ def shown_cell(cell: Cell, column: Column) -> str:
         estimate = _number(cell.estimate, column)
         if cell.low is None or cell.high is None:
             return f"{estimate} [one prompt]"
-        return f"{estimate} [{_number(cell.low, column, bare=True)}, {_number(cell.high, column, bare=True)}]"
+        low, high = column.possible(cell.low), column.possible(cell.high)
+        return f"{estimate} [{_number(low, column, bare=True)}, {_number(high, column, bare=True)}]"
     if isinstance(cell, int):
         return f"{cell:,}"
     return _number(cell, column)

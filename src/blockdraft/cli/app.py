@@ -19,6 +19,7 @@ import typer
 
 from blockdraft import __version__
 from blockdraft.cli import commands
+from blockdraft.cli.bench import bench
 from blockdraft.cli.convert import convert
 from blockdraft.cli.generate import generate
 from blockdraft.cli.launch import SETTINGS as LAUNCH_SETTINGS
@@ -37,6 +38,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(serve)
 app.command()(verify)
+app.command()(bench)
 app.command()(commands.train)
 app.command()(commands.corpus)
 app.command()(commands.inspect)

@@ -37,7 +37,7 @@ def lengths(records: Sequence[RequestRecord]) -> list[Table]:
 def _lengths(setting: str, records: Sequence[RequestRecord]) -> Table:
     modes = list(grouped(records, mode_of))
     columns = [Column("dataset", "data set"), Column("prompts", "prompts", "independent ones")]
-    columns += [Column(mode, mode, est.FORMULAS["pooled"], 3) for mode in modes]
+    columns += [Column(mode, mode, est.FORMULAS["pooled"], 3, least=1.0) for mode in modes]
     rows: list[dict[str, Cell]] = []
     for dataset, members in grouped(records, lambda r: r.dataset).items():
         by_mode = grouped(members, mode_of)
@@ -116,7 +116,7 @@ def _matrix(setting: str, records: Sequence[RequestRecord]) -> Table:
         rows.append({"dataset": "mean of the sets", **means})
     columns = (
         Column("dataset", "data set"),
-        Column("pooled", "acc_len", est.FORMULAS["pooled"], 3),
+        Column("pooled", "acc_len", est.FORMULAS["pooled"], 3, least=1.0),
         RATE,
         Column("prompts", "prompts", "independent ones"),
         Column("requests", "requests", "every turn and sample is one"),

@@ -29,9 +29,9 @@ __all__ = [
 
 LENGTH = "acceptance length"
 RATE = Column("proposal", "proposal acceptance", est.FORMULAS["proposal"], 1, "%")
-POOLED = Column("pooled", "pooled", est.FORMULAS["pooled"], 3)
-COMMITTED = Column("committed", "committed", est.FORMULAS["committed"], 3)
-PER_REQUEST = Column("per_request", "per request", est.FORMULAS["per_request"], 3)
+POOLED = Column("pooled", "pooled", est.FORMULAS["pooled"], 3, least=1.0)
+COMMITTED = Column("committed", "committed", est.FORMULAS["committed"], 3, least=1.0)
+PER_REQUEST = Column("per_request", "per request", est.FORMULAS["per_request"], 3, least=1.0)
 
 Grouped = dict[str, list[RequestRecord]]
 
