@@ -77,6 +77,8 @@ def _tool_message(message: Mapping[str, Any], name: str, known_ids: set[str]) ->
 def _assistant_message(message: Mapping[str, Any], name: str, known_ids: set[str]) -> dict[str, Any]:
     refuse_unknown(message, ("role", "content", "tool_calls", *_REASONING_KEYS), name)
     calls = message.get("tool_calls")
+    if calls is not None and (isinstance(calls, str | Mapping) or not isinstance(calls, Sequence) or not calls):
+        raise RequestError(f"{name}: tool_calls must be a list of at least one call; leave it out where there is none")
     made: dict[str, Any] = {"role": "assistant", "content": message.get("content")}
     if made["content"] is not None or not calls:
         _text(made["content"], f"{name}: content")
@@ -85,8 +87,6 @@ def _assistant_message(message: Mapping[str, Any], name: str, known_ids: set[str
             made[key] = _text(message[key], f"{name}: {key}")
     if calls is None:
         return made
-    if isinstance(calls, str | Mapping) or not isinstance(calls, Sequence) or not calls:
-        raise RequestError(f"{name}: tool_calls must be a list of at least one call; leave it out where there is none")
     made["tool_calls"] = [_call(call, f"{name}.tool_calls[{at}]", known_ids) for at, call in enumerate(calls)]
     return made
 

@@ -56,18 +56,28 @@ def chat_prompt(
     if not reply_format.has_reasoning and any("reasoning_content" in message for message in checked):
         raise RequestError(f"this target's replies ({reply_format.name!r}) have no reasoning: send content only")
     template = tokenizer.chat_template or ""
-    if (tools or has_calls) and not re.search(r"\btools\b", template):
+    lacks_tools = bool(tools) and not re.search(r"\btools\b", template)
+    if lacks_tools or (has_calls and "tool_calls" not in template):
         if reply_format.name != "hermes":
             raise RequestError(
-                "this target's chat template has no tools: send none, or choose --reply-format hermes, which writes "
-                "them into the system message"
+                f"this target's chat template has no {'tools' if lacks_tools else 'tool calls'}: send none, put a "
+                "chat_template.jinja that has them into its folder, or choose --reply-format hermes, which writes them "
+                "into the messages"
             )
         checked = render_tools(checked, tools)
     elif tools:
-        template_kwargs["tools"] = [json.loads(json.dumps(tool)) for tool in tools]
+        template_kwargs["tools"] = [_complete(tool) for tool in tools]
     made = [_for_template(message, reply_format) for message in checked]
     ids = tokenizer.chat_ids(made, add_generation_prompt=add_generation_prompt, **template_kwargs)
     return ChatPrompt(tuple(ids), tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _complete(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with the fields that templates take for granted."""
+    function = {"description": "", **tool["function"]}
+    function["parameters"] = function.get("parameters") or {"type": "object", "properties": {}}
+    made: dict[str, Any] = json.loads(json.dumps({"type": "function", **tool, "function": function}))
+    return made
 
 
 def _for_template(message: dict[str, Any], reply_format: ReplyFormat) -> dict[str, Any]:

@@ -97,6 +97,7 @@ class ReplyFormat:
         return self.reasoning is not None and prompt_text.rstrip().endswith(self.reasoning[0])
 
 
+_OTHER_TAGS = ("<function=", "<arg_key>", "<tool_calls>", "<use_mcp_tool>")
 _TOOL_TAGS = ("<tool_call>", "</tool_call>")
 _ALL = (
     ReplyFormat(
@@ -107,7 +108,7 @@ _ALL = (
     ),
     ReplyFormat(
         name="think",
-        families="reasoning in <think> and no tools (templates of distilled reasoning models)",
+        families="templates with reasoning between think tags and no tools",
         syntax="none",
         reasoning=_THINK,
         signs=("</think>",),
@@ -120,7 +121,7 @@ _ALL = (
         syntax="json_tag",
         call_start="<tool_call>",
         signs=("<tool_call>", "arguments"),
-        absent=("<function=", "<arg_key>", "think>"),
+        absent=(*_OTHER_TAGS, "think>"),
         visible_tokens=_TOOL_TAGS,
     ),
     ReplyFormat(
@@ -130,7 +131,7 @@ _ALL = (
         call_start="<tool_call>",
         reasoning=_THINK,
         signs=("<tool_call>", "arguments", "think>"),
-        absent=("<function=", "<arg_key>"),
+        absent=_OTHER_TAGS,
         visible_tokens=(*_THINK, *_TOOL_TAGS),
     ),
     ReplyFormat(
@@ -189,7 +190,7 @@ _ALL = (
         families="Llama 3.1 to 3.3",
         syntax="json_reply",
         signs=("<|start_header_id|>", "ipython", "parameters"),
-        absent=("<tool_call>", "<TOOLCALL>"),
+        absent=("<tool_call>", "<TOOLCALL>", "<function="),
         visible_tokens=("<|python_tag|>",),
     ),
     ReplyFormat(
