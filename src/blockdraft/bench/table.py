@@ -49,7 +49,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`kind` is "bars" or "lines". `base` is where bars begin, and a line of comparison."""
+    """`kind` is "bars" or "lines". `base` is where bars begin, and a line of comparison; `least` as of a column."""
 
     kind: str
     title: str
@@ -57,6 +57,7 @@ class Figure:
     y_title: str
     series: tuple[Series, ...]
     base: float = 0.0
+    least: float | None = None
     is_share: bool = False
     """Whether y is a share, shown in per cent from 0 to 100."""
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from blockdraft.bench.report import Document
 
 OUT = Path("bench")
-_PRIVATE_OPTIONS = ("--out", "--data", "--haystack", "--target", "--replay")  # of which a file gets the last part only
+_PATH_OPTIONS = ("--out", "--data", "--haystack", "--target", "--replay", "--sets")
 
 
 def bench(
@@ -228,8 +228,12 @@ def _command(words: Sequence[str]) -> str:
     """The command as a result states it: files and folders by their last part alone."""
     shown_words = ["blockdraft"]
     for before, word in zip(["", *words], words, strict=False):
-        is_path = before in _PRIVATE_OPTIONS or (before == "bench" and not word.startswith("-"))
-        shown_words.append(Path(word).name if is_path and Path(word).exists() else word)
+        option, is_joined, value = word.partition("=")
+        if before in _PATH_OPTIONS or before == "bench":
+            word = word if word.startswith("-") or not Path(word).is_absolute() else Path(word).name
+        elif is_joined and option in _PATH_OPTIONS:
+            word = f"{option}={Path(value).name}"
+        shown_words.append(word)
     return " ".join(shown_words)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 
-from blockdraft.bench.table import Figure
+from blockdraft.bench.table import Figure, Series
 from blockdraft.stats import Interval
 
 __all__ = ["figure_svg"]
@@ -19,13 +20,13 @@ LEGEND_ROW = 18
 
 def figure_svg(figure: Figure) -> str:
     """The drawing; empty where there is nothing to draw."""
-    series = [one for one in figure.series if one.points]
+    series = [_possible(one, figure.least) for one in figure.series if one.points]
     if not series:
         return ""
     labels = list(dict.fromkeys(label for one in series for label, _ in one.points))
     legend_rows = _legend_rows([one.name for one in series])
     height = HEIGHT + LEGEND_ROW * len(legend_rows)
-    scale = _Scale.of(figure, series_values(figure), num_labels=len(labels))
+    scale = _Scale.of(figure, _values(series), num_labels=len(labels))
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(figure.title)}">',
         f"<title>{escape(figure.title)}</title>",
@@ -39,9 +40,21 @@ def figure_svg(figure: Figure) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def series_values(figure: Figure) -> list[float]:
+def _possible(series: Series, least: float | None) -> Series:
+    """The series with no interval below what is possible."""
+    if least is None:
+        return series
+    points = []
+    for label, value in series.points:
+        if isinstance(value, Interval) and value.low is not None:
+            value = replace(value, low=max(value.low, least))
+        points.append((label, value))
+    return Series(series.name, tuple(points))
+
+
+def _values(series: Sequence[Series]) -> list[float]:
     found: list[float] = []
-    for one in figure.series:
+    for one in series:
         for _, value in one.points:
             found += [bound for bound in _bounds(value) if bound is not None]
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 from collections.abc import Iterable, Sequence
 
 from blockdraft.bench.report.document import Document
@@ -18,13 +19,13 @@ MOST_ON_ONE_LINE = 6  # columns of a table that has its intervals beside the num
 
 # ---- terminal --------------------------------------------------------------------------------------------------------
 def print_terminal(document: Document) -> None:
-    """The tables on stdout, as wide as the terminal; everything else is in the files."""
+    """The tables on stdout, as wide as the terminal (160 characters elsewhere); everything else is in the files."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table as RichTable
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     for table in document.tables:
         console.print()
         console.print(f"[bold]{escape(table.title)}[/]", highlight=False)
@@ -34,7 +35,9 @@ def print_terminal(document: Document) -> None:
             continue
         drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in table.columns:
-            drawn.add_column(escape(column.title), justify="left" if _is_text(table, column) else "right")
+            drawn.add_column(
+                escape(column.title), justify="left" if _is_text(table, column) else "right", overflow="fold"
+            )
         parts = "\n[" if len(table.columns) > MOST_ON_ONE_LINE else " ["
         for row in table.rows:
             cells = (shown_cell(row.get(column.key), column).replace(" [", parts) for column in table.columns)

@@ -57,7 +57,9 @@ def _lengths(setting: str, records: Sequence[RequestRecord]) -> Table:
             "tokens per step, the target's own included; 95 % intervals, prompts being independent",
             "widths count rows of the block: the anchor and the proposals",
         ),
-        figure=Figure("bars", f"{LENGTH} ({setting})", "data set", "tokens per step", tuple(series), base=1.0),
+        figure=Figure(
+            "bars", f"{LENGTH} ({setting})", "data set", "tokens per step", tuple(series), base=1.0, least=1.0
+        ),
     )
 
 
@@ -145,6 +147,7 @@ def _matrix(setting: str, records: Sequence[RequestRecord]) -> Table:
                 ),
             ),
             base=1.0,
+            least=1.0,
         ),
     )
 

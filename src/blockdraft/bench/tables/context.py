@@ -88,6 +88,7 @@ def _long_context(setting: str, records: Sequence[RequestRecord]) -> Table:
             "tokens per step",
             tuple(Series(f"{arm} answers", tuple(points)) for arm, points in lines.items()),
             base=1.0,
+            least=1.0,
         ),
     )
 

@@ -161,17 +161,25 @@ def _fitted(
     """The longest text from paragraph `begin` on, around the end of the book, that takes at most `room` tokens."""
     total = len(haystack.paragraphs)
     order = [(begin + i) % total for i in range(total)]
-    used, estimate = 0, num_tokens(sample.text((), arm)) or 0
-    while used < total and estimate + haystack.num_tokens[order[used]] + 2 <= room:
-        estimate += haystack.num_tokens[order[used]] + 2  # two for the blank line; the whole is counted below
+
+    def text_of(count: int) -> str:
+        return sample.text([haystack.paragraphs[at] for at in order[:count]], arm)
+
+    def fits(count: int) -> bool:
+        return (num_tokens(text_of(count)) or 0) <= room
+
+    used, estimate = 0, num_tokens(text_of(0)) or 0
+    while used < total and estimate + haystack.num_tokens[order[used]] + 1 <= room:
+        estimate += haystack.num_tokens[order[used]] + 1  # one for the blank line; the whole is counted below
+        used += 1
+    while used and not fits(used):
+        used -= 1
+    while used < total and fits(used + 1):
         used += 1
     if used == total:
         raise ConfigError(
-            f"the haystack is used up at {estimate} of {room} tokens, and no paragraph comes twice; name a longer text"
+            f"the haystack is used up below {room} tokens, and no paragraph comes twice; name a longer text"
         )
-    while used:
-        text = sample.text([haystack.paragraphs[at] for at in order[:used]], arm)
-        if (num_tokens(text) or 0) <= room:
-            return text, used
-        used -= 1
-    raise ConfigError(f"not one paragraph fits into {room} tokens; name another haystack or a greater length")
+    if used == 0:
+        raise ConfigError(f"not one paragraph fits into {room} tokens; name another haystack or a greater length")
+    return text_of(used), used
