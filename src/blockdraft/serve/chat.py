@@ -6,31 +6,44 @@ tool calls are written in a target's text is text.sections' business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from blockdraft.engine import TokenEvent
 from blockdraft.serve.answers import Choice
 from blockdraft.serve.errors import bad_request
 from blockdraft.serve.spelling import Speller
-from blockdraft.serve.wire import AssistantMessage, ChatRequest, Message, TextPart
-from blockdraft.text import Tokenizer
+from blockdraft.serve.wire import AssistantMessage, ChatRequest, Message, NamedToolChoice, TextPart, ToolMessage
+from blockdraft.text import Grammar, Tokenizer
 from blockdraft.text.sections import (
     ContentDelta,
     Delta,
     ReasoningDelta,
+    ReplyFormat,
     ReplyParser,
     ToolCallArguments,
     ToolCallStart,
+    tool_grammar,
 )
 
-__all__ = ["NAMES", "ChatChoice", "check_chat", "num_logprobs", "plain_messages", "template_settings"]
+__all__ = [
+    "NAMES",
+    "ChatChoice",
+    "check_chat",
+    "forced_calls",
+    "num_logprobs",
+    "offered_tools",
+    "plain_messages",
+    "template_settings",
+]
 
 NAMES = ("chat.completion", "chat.completion.chunk")
 # what a template is given by the server, or could be used to replace the template by another one
 _RESERVED = frozenset(
     {
         "messages",
+        "tokenizer",
+        "reply_format",
         "conversations",
         "tools",
         "documents",
@@ -58,13 +71,46 @@ def check_chat(fields: ChatRequest) -> None:
         )
     if fields.top_logprobs is not None and not fields.logprobs:
         raise bad_request("top_logprobs needs logprobs true", param="top_logprobs")
-    if not fields.tools:
-        if fields.tools is not None:
-            raise bad_request("tools is empty; name a tool, or leave it out", param="tools")
+    if fields.tools is None:
         if fields.tool_choice not in (None, "none"):
             raise bad_request("tool_choice needs tools", param="tool_choice")
         if fields.parallel_tool_calls is not None:
             raise bad_request("parallel_tool_calls has no effect without tools", param="parallel_tool_calls")
+    elif not is_forced(fields) and any(tool.function.strict for tool in fields.tools):
+        raise bad_request(
+            'strict is kept to where a call must come: set tool_choice to "required" or to a tool, or leave strict out',
+            param="tools",
+            code="unsupported_parameter",
+        )
+
+
+def is_forced(fields: ChatRequest) -> bool:
+    """Whether the answer must call a tool."""
+    return fields.tool_choice == "required" or isinstance(fields.tool_choice, NamedToolChoice)
+
+
+def offered_tools(fields: ChatRequest) -> list[dict[str, Any]]:
+    """The tools that the target is shown, in OpenAI's form: none of them where it must not call one."""
+    if fields.tools is None or fields.tool_choice == "none":
+        return []
+    return [tool.model_dump(exclude_none=True) for tool in fields.tools]
+
+
+def forced_calls(
+    fields: ChatRequest, tools: Sequence[Mapping[str, Any]], prompt_text: str, form: ReplyFormat, tokenizer: Tokenizer
+) -> Grammar | None:
+    """The grammar of an answer that must call a tool; None where it need not."""
+    if not is_forced(fields):
+        return None
+    choice = fields.tool_choice
+    return tool_grammar(
+        form,
+        tools,
+        choice.function.name if isinstance(choice, NamedToolChoice) else "required",
+        tokenizer=tokenizer,
+        parallel=fields.parallel_tool_calls is not False and choice == "required",
+        prompt_text=prompt_text,
+    )
 
 
 def num_logprobs(fields: ChatRequest) -> int | None:
@@ -74,25 +120,23 @@ def num_logprobs(fields: ChatRequest) -> int | None:
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as templates take them: content parts joined, a developer is a system."""
     plain: list[dict[str, Any]] = []
-    for number, message in enumerate(messages):
+    for message in messages:
         role = "system" if message.role == "developer" else message.role
         made: dict[str, Any] = {"role": role, "content": _text(message.content)}
         if isinstance(message, AssistantMessage):
-            if message.reasoning_content is not None or message.tool_calls:
-                raise bad_request(
-                    "this target's replies have no reasoning and no tool calls; send content only",
-                    param=f"messages[{number}]",
-                    code="unsupported_parameter",
-                )
-            if message.content is None:
-                raise bad_request("an assistant message needs content", param=f"messages[{number}].content")
+            if message.reasoning_content is not None:
+                made["reasoning_content"] = message.reasoning_content
+            if message.tool_calls:
+                made["tool_calls"] = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
+        elif isinstance(message, ToolMessage):
+            made["tool_call_id"] = message.tool_call_id
         plain.append(made)
     return plain
 
 
-def _text(content: str | list[TextPart] | None) -> str:
+def _text(content: str | list[TextPart] | None) -> str | None:
     if content is None:
-        return ""
+        return None
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
