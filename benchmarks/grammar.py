@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from blockdraft.engine import Completion, Engine
 
 RESULT = "grammar.json"
+PREFIX_BYTES = 2**28
 
 
 def main() -> int:
@@ -31,18 +32,18 @@ def main() -> int:
     parser.add_argument("--target", help="folder or hub id of its target")
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--rows", type=int, default=8, help="requests at a time")
+    parser.add_argument("--rows", type=int, default=16, help="requests at a time")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--max-new-tokens", type=int, default=160)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--results", type=Path, default=session.ROOT / "results")
     options = parser.parse_args()
-    engine = session.load_engine(options, max_rows=options.rows)
+    engine = _engine(options)
     started = time.perf_counter()
     asked = list(cases(options.cases, seed=options.seed))
-    pairs = both_ways(engine, asked, rows=options.rows, max_new_tokens=options.max_new_tokens)
-    found = report(engine, asked, pairs)
+    pairs = both_ways(engine, asked, max_new_tokens=options.max_new_tokens)
+    found = report(asked, pairs)
     found["settings"] = session.settings(options) | {"seed": options.seed, "rows": options.rows}
     found["run"] = session.run_facts(options) | {"llguidance": version("llguidance"), "judge": version("jsonschema_rs")}
     found["wall_s"] = round(time.perf_counter() - started, 1)
@@ -52,38 +53,49 @@ def main() -> int:
     return 0 if found["verdict"] == "ok" else 1
 
 
-def both_ways(
-    engine: Engine, asked: Sequence[Case], *, rows: int, max_new_tokens: int
-) -> list[tuple[Completion, Completion]]:
+def _engine(options: argparse.Namespace) -> Engine:
+    """The pair, with room for what all prompts begin with."""
+    import torch
+
+    torch.set_num_threads(options.threads)
+    from blockdraft.engine import load
+
+    return load(
+        options.draft,
+        options.target,
+        dtype=options.dtype,
+        device=options.device,
+        max_rows=options.rows,
+        prefix_cache_bytes=PREFIX_BYTES,
+    )
+
+
+def both_ways(engine: Engine, asked: Sequence[Case], *, max_new_tokens: int) -> list[tuple[Completion, Completion]]:
     """(plain, with the draft) of every case."""
     from blockdraft.engine import Request
 
     assert engine.tokenizer is not None
-    done: list[tuple[Completion, Completion]] = []
-    for start in range(0, len(asked), rows):
-        part = asked[start : start + rows]
-        ways = []
-        for speculate in (False, True):
-            requests = [
-                Request(
-                    prompt_ids=engine.tokenizer.chat_ids([{"role": "user", "content": _question(case)}]),
-                    max_new_tokens=max_new_tokens,
-                    grammar=case.grammar,
-                    speculate=speculate,
-                )
-                for case in part
-            ]
-            ways.append(engine.run(requests))
-        done += zip(*ways, strict=True)
-        session.note(f"{len(done)} of {len(asked)} grammars")
-    return done
+    ways = []
+    for speculate in (False, True):
+        requests = [
+            Request(
+                prompt_ids=engine.tokenizer.chat_ids([{"role": "user", "content": _question(case)}]),
+                max_new_tokens=max_new_tokens,
+                grammar=case.grammar,
+                speculate=speculate,
+            )
+            for case in asked
+        ]
+        ways.append(engine.run(requests))
+        session.note("with the draft: done" if speculate else "plain: done")
+    return list(zip(*ways, strict=True))
 
 
 def _question(case: Case) -> str:
     return f"Make up {case.subject}. Answer in the form that you are held to, and with nothing else."
 
 
-def report(engine: Engine, asked: Sequence[Case], pairs: Sequence[tuple[Completion, Completion]]) -> dict[str, Any]:
+def report(asked: Sequence[Case], pairs: Sequence[tuple[Completion, Completion]]) -> dict[str, Any]:
     """Counts by kind of grammar, every case that is not as it should be, and the verdict."""
     kinds: dict[str, dict[str, int]] = {}
     wrong = []
