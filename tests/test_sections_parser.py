@@ -116,6 +116,9 @@ def test_values_that_come_as_text_take_the_type_of_the_schema() -> None:
     for name in ("qwen3.5", "glm-4.5"):
         calls: list[Call] = [("f", dict(written))]
         assert parse(name, write_calls(name, calls), tools=tools).calls == [("f", expected)]
+    for word in ("1e999", "NaN", "9" * 5000, "[" * 5000):
+        written = {"ratio": word, "free": word}
+        assert parse("qwen3.5", write_calls("qwen3.5", [("f", written)]), tools=tools).calls == [("f", written)]
     # What is not of the type stays text: whoever checks the arguments says so.
     assert parse("qwen3.5", write_calls("qwen3.5", [("f", {"count": "many"})]), tools=tools).calls == [
         ("f", {"count": "many"})
@@ -181,6 +184,14 @@ def test_a_call_is_handed_over_when_it_is_complete() -> None:
     assert parser.feed(one) == []
     kinds = [type(delta) for delta in parser.feed(end)]
     assert (kinds[0], kinds[-1]) == (ToolCallStart, ToolCallEnd)
+
+
+def test_values_that_say_they_are_json_must_be() -> None:
+    for value, is_call in (("1e2", True), (' {"a": [1]} ', True), ("NaN", False), ("{", False)):
+        text = '<|open|>tools<|sep|><|open|>call tool="now" index="1"<|sep|><|open|>argument key="a &amp; b" '
+        text += f'type="number"<|sep|>{value}<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+        assert [list(call[1]) for call in parse("kimi-k3", text).calls] == ([["a & b"]] if is_call else [])
+        assert parse("kimi-k3", text).content == ("" if is_call else text)
 
 
 def test_an_answer_in_json_is_no_call_of_llama() -> None:
@@ -279,9 +290,9 @@ def test_a_long_reply_takes_time_in_proportion(name: str) -> None:
 
     def seconds(size: int) -> float:
         text = write_reply(name, "", "", [("get_weather", {"city": "x < y " * size})])
-        start = time.perf_counter()
+        start = time.process_time()
         parse(name, list(text))
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     seconds(100)
     assert seconds(8000) < 40 * max(seconds(1000), 0.01)

@@ -230,9 +230,10 @@ def _dsml(calls: Calls) -> Read[None]:
 def _checked_json(text: str) -> str:
     """A JSON value as it was written; MalformedCall if it is none."""
     try:
-        return _dumps(json.loads(text, parse_constant=_refuse_constant))
+        json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise MalformedCall(f"{text[:40]!r} is no JSON value") from error
+    return text.strip()
 
 
 def _refuse_constant(word: str) -> None:

@@ -42,7 +42,8 @@ class ReplyParser:
         """`has_tools`: whether calls are looked for. `prompt_text`: the rendered prompt, special tokens included: its
         template may have opened the reasoning. `tools`: the request's, in OpenAI's form; formats that write arguments
         as plain text need their schemas. `ids`: for calls whose ids the format leaves to us, each other than all
-        before; by default made of the prompt.
+        before; by default made of the prompt. `tokenizer` is the target's; markers are looked for in the text alone, so
+        special tokens among them must be visible in it (`ReplyFormat.visible_tokens`).
         """
         if has_tools and reply_format.syntax in _NEED_SCHEMAS and not tools:
             raise RequestError(

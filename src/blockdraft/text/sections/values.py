@@ -49,6 +49,7 @@ def typed_value(text: str, schema: Mapping[str, Any], name: str) -> Any:
         return _WORDS[word]
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
+        json.dumps(value, allow_nan=False)  # 1e999 is read as infinite, which cannot be written
     except (ValueError, RecursionError):
         return text
     if types is None or _type_of(value) in types or (_type_of(value) == "integer" and "number" in types):
