@@ -244,6 +244,25 @@ def test_stop_strings_and_stop_ids(tiny_pair: TinyPair) -> None:
     assert chosen not in later["token_ids"][:9] and len(later["token_ids"]) >= 10
 
 
+def test_an_answer_is_held_to_a_pattern_or_a_schema(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    [found] = generated(tiny_pair, PROMPT, "--regex", "(yes|no), [a-f]{3}", tokens=30)
+    assert found["finish_reason"] == "stop" and re.fullmatch("(yes|no), [a-f]{3}", found["text"])
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["é", "日本"]}', encoding="utf-8")
+    [found] = generated(tiny_pair, PROMPT, "--json-schema", str(schema), tokens=30)
+    assert json.loads(found["text"]) in ("é", "日本")
+    for content, arguments, message in (
+        ("[1]", ["--json-schema", str(schema)], "the schema is a list; a JSON schema is an object"),
+        ("{", ["--json-schema", str(schema)], "is not JSON: Expecting"),
+        ('{"not": {}}', ["--json-schema", str(schema)], "keyword 'not' cannot be kept to"),
+        ("{}", ["--json-schema", str(schema), "--regex", "a"], "give one of them"),
+        ("{}", ["--json-schema", str(tmp_path / "none")], "name a file with a JSON schema"),
+        ("{}", ["--regex", "(a"], "unclosed group"),
+    ):
+        schema.write_text(content, encoding="utf-8")
+        assert message in run_cli("generate", *tiny_pair.arguments, PROMPT, *arguments).refusal
+
+
 def test_a_logit_bias_decides(tiny_pair: TinyPair) -> None:
     [found] = generated(tiny_pair, PROMPT, "--logit-bias", "77=100")
     assert found["token_ids"] == [77] * 12
@@ -298,6 +317,8 @@ OPTIONS = {
         "--presence-penalty",
         "--logit-bias",
         "--stop",
+        "--json-schema",
+        "--regex",
         "--stop-id",
         "--seed",
         "--logprobs",

@@ -20,7 +20,7 @@ from blockdraft.errors import RequestError, shown
 
 if TYPE_CHECKING:
     from blockdraft.engine import Engine, Request
-    from blockdraft.text import Prompt
+    from blockdraft.text import Grammar, Prompt
 
 DEFAULT_NEW_TOKENS = 256
 MAX_THREADS = 1024
@@ -69,6 +69,12 @@ def generate(
     presence_penalty: Annotated[float, typer.Option(help="For tokens that occur in the text; 0 is off.")] = 0.0,
     logit_bias: Annotated[list[str] | None, typer.Option(help="ID=BIAS; may be repeated.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The answer is JSON that fits this schema (extra serve).")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="The answer matches this pattern as a whole (extra serve).")
+    ] = None,
     stop_id: Annotated[list[int] | None, typer.Option(help="Stop id instead of the target's; may be repeated.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities and the N likeliest.")] = None,
@@ -128,6 +134,7 @@ def generate(
         "num_logprobs": logprobs,
         "width": fixed_width,
         "min_confidence": min_confidence,
+        "grammar": _grammar(json_schema, regex),
         "speculate": False if no_draft else None if fixed_width is None and not min_confidence else True,
     }
     Request(prompt_ids=(0,), **settings)  # what is wrong with the options is said before anything is loaded
@@ -227,7 +234,7 @@ def read_prompt_file(path: Path) -> list[Prompt]:
     return parse_chat_jsonl(_read_text(path, "--prompts").split("\n"))
 
 
-def _read_text(path: Path, what: str) -> str:
+def _read_text(path: Path, what: str, wanted: str = "a JSONL file, or - for stdin") -> str:
     """The text of a file, of stdin for "-"; without a byte order mark."""
     try:
         if str(path) == "-":
@@ -239,9 +246,7 @@ def _read_text(path: Path, what: str) -> str:
             f"{what} {path}: not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
         ) from None
     except OSError as error:
-        raise RequestError(
-            f"{what} {shown(path)}: {error.strerror or error}; name a JSONL file, or - for stdin"
-        ) from None
+        raise RequestError(f"{what} {shown(path)}: {error.strerror or error}; name {wanted}") from None
 
 
 def _with_system(messages: list[dict[str, str]], system: str | None) -> list[dict[str, str]]:
@@ -274,6 +279,25 @@ def _width(words: str | None) -> tuple[bool, int | None]:
         return False, int(words)
     except ValueError:
         raise RequestError(f"--width is {shown(words)}; give a number from 2 to the trained width, or auto") from None
+
+
+def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
+    """What --json-schema or --regex holds the answer to."""
+    from blockdraft.text import Grammar
+
+    if json_schema is not None and regex is not None:
+        raise RequestError("--json-schema and --regex were given; give one of them")
+    if regex is not None:
+        return Grammar.regex(regex)
+    if json_schema is None:
+        return None
+    text = _read_text(json_schema, "--json-schema", "a file with a JSON schema")
+    try:
+        return Grammar.json_schema(json.loads(text))
+    except ValueError as error:
+        raise RequestError(f"--json-schema {shown(json_schema)} is not JSON: {error}") from None
+    except RecursionError:
+        raise RequestError(f"--json-schema {shown(json_schema)} is not JSON: it is nested too deeply") from None
 
 
 def _device_map(words: str | None) -> Any:
