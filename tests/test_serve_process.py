@@ -68,6 +68,28 @@ class Process:
             self.process.wait(10)
 
 
+def read_in_background(url: str) -> tuple[threading.Thread, list[tuple[str, str]]]:
+    """A long stream that has begun, and its events once it has come to its end."""
+    events: list[tuple[str, str]] = []
+    has_begun = threading.Event()
+
+    def read() -> None:
+        pieces = []
+        try:
+            with httpx.stream("POST", url, json={**LONG, "n": 8, "stream": True}, timeout=60) as answer:
+                for piece in answer.iter_text():
+                    pieces.append(piece)
+                    has_begun.set()
+        except httpx.HTTPError:
+            return
+        events.extend(parse_events(iter(pieces)))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    assert has_begun.wait(60)
+    return reader, events
+
+
 @pytest.fixture
 def serve(tiny_pair: TinyPair) -> Iterator[Process]:
     made = Process(*tiny_pair.arguments, "--port", "0", "--threads", "1", "--drain-timeout-s", "30")
@@ -81,20 +103,7 @@ def test_it_says_what_it_is_and_drains_at_the_first_signal(serve: Process) -> No
     for words in ("target (llama), window 256, float32 on cpu", "taps", "layers 0, 1, 2 of 3", "confirmed"):
         assert words in said
     assert "2 to 5 in a request, else 5" in said and "16 rows, no limit" in said and "none: open" in said
-    events: list[tuple[str, str]] = []
-    started = threading.Event()
-
-    def read() -> None:
-        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "n": 8, "stream": True}, timeout=60) as answer:
-            pieces = []
-            for piece in answer.iter_text():
-                pieces.append(piece)
-                started.set()
-            events.extend(parse_events(iter(pieces)))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    assert started.wait(30)
+    reader, events = read_in_background(f"{url}/v1/completions")
     serve.process.send_signal(signal.SIGTERM)
     reader.join(60)
     assert events[-1] == ("message", "[DONE]")
@@ -107,22 +116,13 @@ def test_it_says_what_it_is_and_drains_at_the_first_signal(serve: Process) -> No
 
 
 def test_a_second_signal_ends_at_once(serve: Process) -> None:
-    url = serve.url()
-
-    def ask() -> None:
-        with pytest.raises(httpx.HTTPError):
-            httpx.post(f"{url}/v1/completions", json={**LONG, "n": 16}, timeout=60)
-
-    asked = threading.Thread(target=ask)
-    asked.start()
-    time.sleep(0.3)
+    reader, events = read_in_background(f"{serve.url()}/v1/completions")
     serve.process.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
+    serve.said("stopping")
     serve.process.send_signal(signal.SIGTERM)
-    started = time.monotonic()
-    assert serve.wait() in (0, 143)
-    assert time.monotonic() - started < 15
-    asked.join(10)
+    assert serve.wait() == 143
+    reader.join(10)
+    assert not events
 
 
 def test_what_cannot_be_loaded_is_one_line_and_exit_2(tmp_path: Path) -> None:

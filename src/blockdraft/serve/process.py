@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ def serve_forever(
     app: FastAPI, settings: ServerSettings, address: socket.socket, *, on_ready: Callable[[Service], None]
 ) -> int:
     """Serve until a signal; the exit code. What kept the engine from being loaded is raised."""
+    _log_to_stderr()
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -57,6 +59,15 @@ def serve_forever(
     if server.load_error is not None:
         raise server.load_error
     return 143 if server.force_exit else 0
+
+
+def _log_to_stderr() -> None:
+    """A JSON line for each request, and what the server has to say of itself as it is."""
+    for name, level in (("blockdraft.access", logging.INFO), ("blockdraft.serve", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        logger.propagate = False
+        logger.handlers = [logging.StreamHandler()]
 
 
 class _Server(uvicorn.Server):

@@ -63,6 +63,7 @@ class Service:
     async def drain(self) -> None:
         """Take no more requests; give those that run `drain_timeout_s`, then end them with an error."""
         self.phase = "draining"
+        logger.warning("stopping: %d choices are open; a second signal ends them at once", self.loop.num_open)
         try:
             async with asyncio.timeout(self.settings.drain_timeout_s):
                 await self.loop.wait_idle()
