@@ -352,6 +352,8 @@ def test_what_is_wrong_is_said(
         (b"[" * 200_000, "application/json", 400, "invalid_json"),
         (b"9" * 10_000, "application/json", 400, "invalid_json"),
         (b'"text"', "application/json", 400, "invalid_type"),
+        (b'{"\\ud800": 1}', "application/json", 400, "unknown_parameter"),
+        (b'{"model": "\\ud800"}', "application/json", 400, "invalid_type"),
         (b"{}", "text/plain", 415, "unsupported_media_type"),
     ],
 )

@@ -87,7 +87,8 @@ def create_app(engine: Engine | Callable[[], Engine], settings: ServerSettings) 
 def _add_errors(app: FastAPI, metrics: Metrics) -> None:
     async def of_api(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        metrics.reject(error.code or "error")
+        if request.url.path.startswith("/v1/"):  # not the probes of /health and /ready
+            metrics.reject(error.code or "error")
         return error_response(error)
 
     async def of_library(request: Request, error: Exception) -> Response:

@@ -36,13 +36,19 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = " ".join(message.split())
-        self.kind, self.code, self.param = kind, code, param
+        self.message = _writable(" ".join(message.split()))
+        self.kind, self.code = kind, code
+        self.param = None if param is None else _writable(param)
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         """The error object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def _writable(text: str) -> str:
+    """A text that may quote half of a surrogate pair, as one that UTF-8 can carry."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def bad_request(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -32,6 +32,8 @@ async def respond(
     http: HttpRequest, loop: EngineLoop, settings: ServerSettings, answer: Answer, requests: Sequence[Request]
 ) -> Response:
     """The answer of these choices, streamed or whole. Raises ApiError, and GoneError where nobody waits any more."""
+    if len(requests) > loop.capacity:
+        raise bad_request(f"{len(requests)} choices; this server takes {loop.capacity} at a time", param="n")
     try:
         submission = loop.submit(requests)
     except QueueFullError as error:
@@ -105,7 +107,7 @@ async def _events(
     deadline: float,
     settings: ServerSettings,
     first: tuple[int, Any],
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """The events of a stream; whatever ends it early frees its rows."""
     index, message = first
     try:

@@ -26,14 +26,15 @@ def prepare_chat(fields: ChatRequest, service: Service) -> tuple[Answer, list[Re
     chat.check_chat(fields)
     n = num_choices(fields, service.settings)
     tools = chat.offered_tools(fields)
-    prompt = chat_prompt(
-        service.tokenizer,
-        service.reply_format,
-        chat.plain_messages(fields.messages),
-        tools,
-        add_generation_prompt=fields.add_generation_prompt is not False,
-        **chat.template_settings(fields, service.tokenizer),
-    )
+    with service.tokenizing:
+        prompt = chat_prompt(
+            service.tokenizer,
+            service.reply_format,
+            chat.plain_messages(fields.messages),
+            tools,
+            add_generation_prompt=fields.add_generation_prompt is not False,
+            **chat.template_settings(fields, service.tokenizer),
+        )
     common = request_fields(fields, num_logprobs=chat.num_logprobs(fields))
     common["stop_ids"] = stop_ids(fields, service.engine.target.facts.eos_token_ids)
     common["visible_special_tokens"] = service.reply_format.visible_tokens
@@ -100,7 +101,8 @@ def prepare_completion(fields: CompletionRequest, service: Service) -> tuple[Ans
     common["stop_ids"] = stop_ids(fields, service.engine.target.facts.eos_token_ids)
     if (form := asked_form(fields)) is not None:
         common["grammar"] = checked_form(form, service.engine)
-    prompts = completions.read_prompts(fields, service.tokenizer, service.settings)
+    with service.tokenizing:
+        prompts = completions.read_prompts(fields, service.tokenizer, service.settings)
     window = service.engine.target.facts.max_length
     limits = [
         length_limit(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from typing import Any, Literal
 
@@ -37,6 +38,8 @@ class Service:
         self.phase: Phase = "loading"
         self._starting: asyncio.Task[None] | None = None
         self.created = int(time.time())
+        self.tokenizing = threading.Lock()
+        """Held while texts become ids: some tokenizers change themselves on the way."""
         self._speller: Speller | None = None
         self._reply_format: ReplyFormat | None = None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -143,13 +143,14 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events. The source is closed when it ends, when the client leaves, and when it stops reading.
 
-    A client that has left its buffers full for `stall_timeout_s` counts as gone. `on_end(status)` is called once, with
-    499 for a client that went.
+    A client that has left its buffers full for `stall_timeout_s` counts as gone; `on_gone` is called for one that went.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: AsyncIterator[bytes], *, stall_timeout_s: float, on_gone: Callable[[], None]) -> None:
+    def __init__(
+        self, source: AsyncGenerator[bytes, None], *, stall_timeout_s: float, on_gone: Callable[[], None]
+    ) -> None:
         self.status_code = 200
         self.background = None
         self._source = source
@@ -162,6 +163,8 @@ class EventStream(Response):
             await unless_gone(receive, self._send(send))
         except GoneError:
             self._on_gone()
+        finally:
+            await self._source.aclose()  # it may wait at a piece that was never sent
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
