@@ -21,7 +21,7 @@ __all__ = ["READERS", "Calls", "read_json_reply", "read_xtml_tools"]
 _NAME = re.compile(r"[\w.\-]*")
 _ARG_NAME = re.compile(r"[^<>\n]*")
 _ATTRIBUTE = re.compile(r'[^"<>]*')
-_KIMI_ID = re.compile(r"(?P<name>(?:functions\.)?(?P<plain>[\w.\-]+))(?P<number>:\d+)?")
+_KIMI_ID = re.compile(r"(?:functions\.)?(?P<plain>[\w.\-]+)(?P<number>:\d+)?")
 _KIMI_CHARS = re.compile(r"[\w.\-: \n]*")
 
 
