@@ -98,8 +98,11 @@ def target_gguf(given: Path | None, into: Path) -> Path:
     return path
 
 
-def widen(source: Path, path: Path) -> Path:
-    """The same model with every weight in float32: the very numbers that our engine computes with."""
+def widen(source: Path, path: Path, *, half: bool = False) -> Path:
+    """The same model with every weight in float32: the very numbers that our engine computes with.
+
+    `half`: matrices in float16, which is how such files are served; vectors stay in float32.
+    """
     import gguf
     import numpy as np
 
@@ -111,11 +114,12 @@ def widen(source: Path, path: Path) -> Path:
     for key, field in reader.fields.items():
         if key.startswith("GGUF.") or key in ("general.architecture", "general.quantization_version"):
             continue
-        value = 0 if key == "general.file_type" else field.contents()
+        value = int(half) if key == "general.file_type" else field.contents()
         writer.add_key_value(key, value, field.types[0], sub_type=field.types[-1] if len(field.types) > 1 else None)
     for tensor in reader.tensors:
         data = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, np.ascontiguousarray(data, dtype=np.float32))
+        dtype = np.float16 if half and data.ndim > 1 else np.float32
+        writer.add_tensor(tensor.name, np.ascontiguousarray(data, dtype=dtype))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -144,8 +148,11 @@ class Server:
                 return round(float(line.split()[1]))
         raise UnavailableError(f"the server has no counter {_STEPS}: another build?")
 
-    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
-        """Greedy ids, whether they end by themselves, and the counters of one request."""
+    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = False) -> dict[str, Any]:
+        """Greedy ids, whether they end by themselves, and the counters of one request.
+
+        `ignore_eos`: the server never writes an id that ends a text.
+        """
         before = self.num_steps()
         body = {
             "prompt": list(prompt_ids),
@@ -154,6 +161,7 @@ class Server:
             "top_k": 1,
             "cache_prompt": False,
             "return_tokens": True,
+            "ignore_eos": ignore_eos,
         }
         done = json.loads(self.text("/completion", body))
         return record_of(prompt_ids, done, self.num_steps() - before)

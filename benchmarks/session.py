@@ -146,8 +146,8 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
     from blockdraft.targets.smollm2 import TARGET_NAME
 
     return {
-        "draft": _checkpoint(draft_folder(options), options.draft, BUILTIN_NAME),
-        "target": _checkpoint(target_folder(options), options.target, TARGET_NAME),
+        "draft": checkpoint(draft_folder(options), options.draft, BUILTIN_NAME),
+        "target": checkpoint(target_folder(options), options.target, TARGET_NAME),
         "dtype": options.dtype,
         "device": options.device,
         "threads": options.threads,
@@ -156,7 +156,8 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _checkpoint(folder: Path, given: str | None, builtin: str) -> dict[str, str]:
+def checkpoint(folder: Path, given: str | None, builtin: str) -> dict[str, str]:
+    """Name and digest of the weights and config in a folder; `given` None: it is the built-in one."""
     digest = hashlib.sha256()
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")])
     if not files:

