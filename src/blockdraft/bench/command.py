@@ -15,7 +15,7 @@ from blockdraft.bench.compare import Side, compare
 from blockdraft.bench.journal import Journal, JournalContent, read_journal
 from blockdraft.bench.record import RequestRecord
 from blockdraft.bench.report import Document
-from blockdraft.bench.runner import Part, Progress, run_parts
+from blockdraft.bench.runner import Part, Progress, check_parts, run_parts
 from blockdraft.bench.system import Load, Setting, System, find_sampling
 from blockdraft.bench.table import Table
 from blockdraft.bench.tables.grouping import by_setting, grouped, mode_of, speculating
@@ -25,7 +25,16 @@ from blockdraft.errors import RequestError, UnavailableError, shown
 if TYPE_CHECKING:
     from blockdraft.bench.in_process import InProcess
 
-__all__ = ["TABLES", "Options", "Plan", "comparison_of", "document_of", "make_plan", "measure", "replay_journal"]
+__all__ = [
+    "TABLES",
+    "Options",
+    "Plan",
+    "comparison_of",
+    "document_of",
+    "make_plan",
+    "measure",
+    "replay_journal",
+]
 
 TABLES = ("A", "B", "C", "speed")
 DEFAULT_LENGTHS = (8192, 32768, 65536, 131072)
@@ -122,9 +131,9 @@ def make_plan(options: Options, system: System) -> Plan:
         for load in options.loads
         for is_on, width in _modes(options, system)
     ]
-    for setting in settings:
-        system.check(setting)
-    return Plan(options=options, workloads=workloads, settings=settings, left_out=left_out)
+    plan = Plan(options=options, workloads=workloads, settings=settings, left_out=left_out)
+    check_parts(system, settings, num_samples=options.num_samples, num_rounds=plan.num_rounds)
+    return plan
 
 
 def _modes(options: Options, system: System) -> list[tuple[bool, int | None]]:

@@ -16,7 +16,7 @@ from blockdraft.bench.workloads import Workload
 from blockdraft.bench.workloads.scoring import score
 from blockdraft.errors import RequestError
 
-__all__ = ["Part", "Progress", "kept", "run_parts"]
+__all__ = ["Part", "Progress", "check_parts", "kept", "run_parts"]
 
 Progress = Callable[[str, int, int, RequestRecord | None], None]
 """(what is running, requests done, requests in all, the record that was just made)."""
@@ -45,13 +45,7 @@ def run_parts(
     machine meanwhile then touches all settings alike. Everything is checked before anything runs. Conversations of
     which a turn is missing, or that broke, are held again from their beginning.
     """
-    for setting in {part.setting.name: part.setting for part in parts}.values():
-        system.check(setting)
-    if num_samples < 1 or num_rounds < 1:
-        raise RequestError(f"samples {num_samples}, rounds {num_rounds}: both must be at least 1")
-    greedy = [part.setting.name for part in parts if part.setting.sampling.temperature == 0.0]
-    if num_samples > 1 and greedy:
-        raise RequestError(f"{num_samples} samples of greedy text are all the same ({greedy[0]}); take one")
+    check_parts(system, [part.setting for part in parts], num_samples=num_samples, num_rounds=num_rounds)
     total = sum(len(part.workload.prompts) for part in parts) * num_samples
     done = 0
     warmed: set[str] = set()
@@ -74,6 +68,16 @@ def run_parts(
                 done += record.turn + 1 == len(prompt.turns) or not record.is_whole
                 progress(what, done, total, record)
     return list(_records(parts, journal, num_samples))
+
+
+def check_parts(system: System, settings: Sequence[Setting], *, num_samples: int, num_rounds: int) -> None:
+    """Nothing; a RequestError for what this system cannot run, or what would measure the same thing twice."""
+    if num_samples < 1 or num_rounds < 1:
+        raise RequestError(f"samples {num_samples}, rounds {num_rounds}: both must be at least 1")
+    for setting in settings:
+        if num_samples > 1 and setting.sampling.temperature == 0.0:
+            raise RequestError(f"{num_samples} samples of greedy text are all the same; take one")
+        system.check(setting)
 
 
 def kept(record: RequestRecord, prompt: Prompt, number: int = 0) -> RequestRecord:

@@ -19,7 +19,8 @@ Cell = Interval | float | int | str | None
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`formula` says what the number is; `digits` after the point; a `unit` "%" is written times 100.
+    """`formula` says what the number is; `digits` after the point; a `unit` "%" is written times 100,
+    "%+" is a change, which has a sign.
 
     `least` is what the number cannot be below (0 of a share, which cannot be above 1 either): bounds of an interval are
     shown no further, while files keep them as they were computed.
@@ -130,6 +131,7 @@ def shown_cell(cell: Cell, column: Column) -> str:
 
 
 def _number(value: float, column: Column, *, bare: bool = False) -> str:
-    if column.unit == "%":
-        return f"{100 * value:.{column.digits}f}" + ("" if bare else " %")
+    if column.unit in ("%", "%+"):
+        sign = "+" if column.unit == "%+" else ""
+        return f"{100 * value:{sign}.{column.digits}f}" + ("" if bare else " %")
     return f"{value:,.{column.digits}f}"

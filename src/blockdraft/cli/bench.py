@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from blockdraft.bench.report import Document
 
 OUT = Path("bench")
-_PATH_OPTIONS = ("--out", "--data", "--haystack", "--target", "--replay", "--sets")
+_PATH_OPTIONS = ("--out", "--data", "--haystack", "--target", "--replay", "--predict", "--sets")
 
 
 def bench(
@@ -68,6 +68,15 @@ def bench(
     replay: Annotated[
         Path | None, typer.Option(help="Walk this draft along the texts of a journal instead of writing new ones.")
     ] = None,
+    predict: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN.jsonl|N|S1,S2,...",
+            help="No run: speed-up and best width by load, from a run, tokens a step or shares by position.",
+        ),
+    ] = None,
+    gpus: Annotated[str | None, typer.Option(help="With --predict: a roofline of these, as 8xH200.")] = None,
+    context: Annotated[str | None, typer.Option(help="With --predict: positions that a request holds, as 32k.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
     block_size: Annotated[
         int | None, typer.Option(help="Rows of the draft's block, for a draft whose files do not say.")
@@ -80,8 +89,10 @@ def bench(
     tap_stream: TapStreamToRead = None,
 ) -> None:
     """Measure acceptance and speed, with intervals: tables, figures, JSON. A killed run goes on where it was."""
-    if sum(given is not None for given in (report, compare, replay)) > 1:
-        raise RequestError("--report, --compare and --replay are three things; ask for one of them")
+    if sum(given is not None for given in (report, compare, replay, predict)) > 1:
+        raise RequestError("--report, --compare, --replay and --predict are four things; ask for one of them")
+    if predict is None and (gpus is not None or context is not None):
+        raise RequestError("--gpus and --context belong to --predict; add it, or drop them")
     if report is not None or compare is not None:
         document = _from_journals(report, compare)
         return _finish(document, out, name or ("compare" if compare else "report"), as_json)
@@ -89,6 +100,11 @@ def bench(
     settings = {"dtype": dtype, "device": device, "block_size": block_size, "tap_stream": tap_stream}
     settings |= {"trust_remote_code": trust_remote_code, "allow_mask_is_eos": allow_mask_is_eos}
     most_rows = max([load.concurrency or 1 for load in loads])
+    if predict is not None:
+        document = _predicted(
+            predict, draft, target, threads, gpus=gpus, context=context, concurrency=concurrency, settings=settings
+        )
+        return _finish(document, out, name or "predict", as_json)
     if replay is not None:
         system = _system(draft, target, threads, max_rows=most_rows, settings=settings)
         given = {"data": data, "sets": sets.split(",") if sets else (), "widths": _numbers("--widths", widths)}
@@ -153,6 +169,33 @@ def _finish(document: Document, out: Path, name: str, as_json: bool) -> None:
     if not document.holds:
         note("the identities do not hold: see the tables that are not shown")
         raise typer.Exit(1)
+
+
+def _predicted(
+    source: str,
+    draft: str | None,
+    target: str | None,
+    threads: int | None,
+    *,
+    gpus: str | None,
+    context: str | None,
+    concurrency: str | None,
+    settings: dict[str, Any],
+) -> Document:
+    from blockdraft.cli.predict import DEFAULT_LOADS, predict_here, predict_on_gpus
+
+    command = _command(sys.argv[1:])
+    loads = sorted(load.concurrency for load in _loads(concurrency or DEFAULT_LOADS, None))
+    if gpus is None:
+        return predict_here(
+            source,
+            lambda most: _system(draft, target, threads, max_rows=most, settings=settings),
+            context=context,
+            loads=loads,
+            command=command,
+        )
+    options = {name: settings[name] for name in ("allow_mask_is_eos", "block_size")}
+    return predict_on_gpus(source, draft, target, gpus=gpus, context=context, loads=loads, command=command, **options)
 
 
 def _from_journals(report: Sequence[Path] | None, pair: tuple[Path, Path] | None) -> Document:
