@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,6 +223,14 @@ def test_prometheus_counts_what_answers_say(server: Running) -> None:
         assert value(name) - before[name] == sum(each[key] for each in spec)
     assert value("generation_tokens_total") - tokens == 26
     assert value("num_requests_running") == 0 and value("num_requests_waiting") == 0
+
+
+def test_every_counter_is_documented(server: Running) -> None:
+    text = (Path(__file__).resolve().parents[1] / "docs" / "server.md").read_text("utf-8")
+    lines = server.http.get("/metrics").text.splitlines()
+    names = {line.split()[2].removeprefix("blockdraft:") for line in lines if line.startswith("# TYPE blockdraft:")}
+    assert len(names) > 20
+    assert [name for name in sorted(names) if not name.endswith("_created") and name not in text] == []
 
 
 # ------------------------------------------------------------------------------------------------------------- forms

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,13 +18,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from blockdraft.cli.serve import serve as serve_command
 from blockdraft.errors import ConfigError, UnavailableError
 from blockdraft.serve import ServerSettings
-from blockdraft.serve.config_file import resolve
+from blockdraft.serve.config_file import LaunchSettings, resolve
 from blockdraft.serve.process import bind
 from serve_kit import parse_events
 from tiny_pair import TinyPair
 
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "server.md"
 LONG = {"model": "target", "prompt": "the", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
 
@@ -185,6 +190,26 @@ def test_a_wrong_file_is_an_error(tmp_path: Path, text: str, words: str) -> None
     with pytest.raises(ConfigError) as caught:
         resolve(write(tmp_path, text), {})
     assert words in str(caught.value)
+
+
+def test_the_document_shows_every_setting(tmp_path: Path) -> None:
+    text = DOCUMENT.read_text("utf-8")
+    (example,) = re.findall(r"```toml\n(.*?)```", text, re.S)
+    (tmp_path / "keys").write_text("a-key-of-tests\n")
+    launch, settings = resolve(write(tmp_path, example), {"api_key_file": str(tmp_path / "keys")})
+    assert launch.width == "auto" and settings.max_queue == 128
+    names = [item.name for kind in (LaunchSettings, ServerSettings) for item in dataclasses.fields(kind)]
+    assert [name for name in names if name != "api_keys" and not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_every_flag_is_a_setting() -> None:
+    words = {"cors_origin": "cors_origins", "allow_host": "allowed_hosts", "page": "has_page", "config": None}
+    words["access_log"] = "has_access_log"
+    flags = {words.get(name, name) for name in inspect.signature(serve_command).parameters} - {None}
+    names = {item.name for kind in (LaunchSettings, ServerSettings) for item in dataclasses.fields(kind)}
+    assert flags <= names
+    only_in_files = {"api_keys", "max_prompts", "max_connections", "body_timeout_s", "stall_timeout_s"}
+    assert names - flags == only_in_files
 
 
 def test_keys_must_be_long_and_an_empty_key_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
