@@ -22,7 +22,7 @@ from blockdraft.engine.constraint import MAX_KEPT, GrammarCache, RowConstraint
 from blockdraft.engine.row import RunningRow
 from blockdraft.engine.width import FixedWidth
 from blockdraft.errors import RequestError
-from blockdraft.text import Grammar, Tokenizer, compile_grammar
+from blockdraft.text import Grammar, Matcher, Tokenizer, compile_grammar
 from engine_kit import Continuation, draft_config, hf_target, random_draft, run_one, tiny_model
 from exactness import Law, accept_law, largest_gap, plain_law, sequence_law_by_enumeration, step_law
 from grammar_kit import END_ID, NAMED_ID, TOKENS, VOCAB, WORDS, allowed_ids, small_tokenizer, text_of
@@ -383,6 +383,31 @@ def test_a_dead_end_of_the_vocabulary_ends_its_row_alone(model: Any, tokenizer: 
     assert broken is not None and fine is not None and fine.text in SENTENCES
     assert broken.error == "the regex cannot be gone on with after 2 ids of the text: this target has no token for it"
     assert len(broken.token_ids) == 2 and (broken.text or "").endswith("d")
+
+
+@pytest.mark.parametrize("method", ["mask", "consume", "rollback"])
+def test_a_matcher_that_breaks_inside_a_step_ends_its_row_alone(
+    model: Any, tokenizer: Tokenizer, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model, tokenizer, "random")
+    tickets = [engine.submit(Request(prompt_ids=PROMPT, max_new_tokens=40, grammar=SENTENCE)) for _ in range(2)]
+    engine.step()
+    first = tickets[0].row
+    assert first is not None and first.constraint is not None and not tickets[0].is_finished
+    real = getattr(Matcher, method)
+
+    def breaking(self: Matcher, *arguments: int) -> Any:
+        if self is first.constraint._matcher:
+            raise RuntimeError("out of\nfuel")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Matcher, method, breaking)
+    while not all(ticket.is_finished for ticket in tickets):
+        engine.step()
+    broken, fine = (ticket.completion for ticket in tickets)
+    assert broken is not None and broken.finish_reason == "error" and broken.error == "out of fuel"
+    assert fine is not None and list(fine.token_ids) == slow_ids(model, PROMPT, SENTENCES)
+    engine.check_integrity()
 
 
 def test_a_target_that_gives_no_chance_to_any_allowed_token(model: Any, tokenizer: Tokenizer) -> None:

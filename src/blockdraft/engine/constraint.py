@@ -62,8 +62,7 @@ class RowConstraint:
 
     def allowed(self, proposals: Sequence[int]) -> Allowed:
         """The masks of the rows after the committed text and after each proposal."""
-        self._matcher.rollback(len(self._ahead))
-        self._ahead = []
+        self._go_back(0)
         num_rows = len(proposals) + 1
         ids_TV = np.ones((num_rows, self._vocab_size), dtype=np.bool_)
         if self._error is not None:
@@ -75,9 +74,10 @@ class RowConstraint:
                     break
                 self._ahead.append(proposals[row])
                 self._matcher.consume(proposals[row])
-            except RequestError as error:
-                num_known = len(self._ahead)
-                return Allowed(ids_TV, num_known, str(error))
+            except (
+                Exception
+            ) as error:  # whatever breaks a grammar ends its own row, and only where the text comes to it
+                return Allowed(ids_TV, len(self._ahead), _reason(error))
         return Allowed(ids_TV, num_rows, None)
 
     def _row(self) -> NDArray[np.bool_]:
@@ -97,13 +97,24 @@ class RowConstraint:
         num_kept = 0
         while num_kept < min(len(ids), len(self._ahead)) and ids[num_kept] == self._ahead[num_kept]:
             num_kept += 1
+        self._go_back(num_kept)
         try:
-            self._matcher.rollback(len(self._ahead) - num_kept)
             for token_id in ids[num_kept:]:
                 self._matcher.consume(token_id)
-        except RequestError as error:
-            self._error = str(error)
+        except Exception as error:
+            self._error = _reason(error)
+
+    def _go_back(self, num_kept: int) -> None:
+        """Take back all but the first ``num_kept`` of the ids that the matcher is ahead by."""
+        try:
+            self._matcher.rollback(len(self._ahead) - num_kept)
+        except Exception as error:
+            self._error = _reason(error)
         self._ahead = []
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class GrammarCache:
