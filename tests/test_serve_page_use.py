@@ -1,4 +1,4 @@
-"""The playground page in a real browser: settings, failures, keyboard, looks. The real server with a tiny random pair."""
+"""The playground page in a real browser: settings, failures, keyboard, looks. A tiny random pair is served."""
 
 from __future__ import annotations
 

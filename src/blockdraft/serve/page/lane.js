@@ -125,6 +125,8 @@ export class Lane {
     box.append(element("p", { role: "alert", textContent: message }), ...buttons);
     this.element.insertBefore(box, this.#foot);
     this.end("failed");
+    const isEmpty = this.run.tokens.length === 0;
+    for (const part of [this.#strip, this.#figures, this.answer, this.#foot.firstElementChild]) part.hidden = isEmpty;
   }
 
   markParting(index) {
