@@ -242,7 +242,7 @@ def test_markdown_and_csv_hold_the_same_numbers() -> None:
         (0.456, Column("x", "x", unit="%", digits=0), "46 %"),
         (Interval(0.9, 0.7, 1.1, 0.95, 9), Column("x", "x", unit="%", digits=0), "90 % [70, 100]"),
         (Interval(1.2, 0.9, 1.5, 0.95, 9), Column("x", "x", digits=1, least=1.0), "1.2 [1.0, 1.5]"),
-        (Interval(1.2, None, None, 0.95, 1), Column("x", "x", digits=1), "1.2 [one prompt]"),
+        (Interval(1.2, None, None, 0.95, 1), Column("x", "x", digits=1), "1.2 [only one]"),
         ("off", Column("x", "x"), "off"),
     ],
 )

@@ -13,7 +13,14 @@ from scipy import stats as scipy_stats
 from blockdraft.bench import estimates as est
 from blockdraft.bench.compare import Side, compare, holm, p_value
 from blockdraft.bench.record import ROUND_TAG, Counts, RequestRecord
-from blockdraft.bench.speed import paired_speed_up, steady_window, step_time_s, user_rate
+from blockdraft.bench.speed import (
+    break_even_length,
+    paired_speed_up,
+    steady_windows,
+    step_time_s,
+    throughput,
+    user_rate,
+)
 from blockdraft.bench.tables import lengths, matrix, output_positions, sections, speed_ups
 from blockdraft.errors import RequestError
 from blockdraft.stats import Interval
@@ -210,6 +217,8 @@ def test_speeds_by_hand() -> None:
     assert paired_speed_up(fast, []) is None
     stepped = [changed(one, num_steps=5) for one in slow]
     assert step_time_s(stepped).estimate == pytest.approx(3.0 / 10)  # type: ignore[union-attr]
+    even = break_even_length([changed(one, num_steps=2) for one in fast[:2]], stepped)
+    assert even is not None and even.estimate == pytest.approx((2.0 / 4) / (3.0 / 10)) and even.low is not None
 
 
 def test_throughput_counts_only_while_the_load_is_full() -> None:
@@ -220,13 +229,13 @@ def test_throughput_counts_only_while_the_load_is_full() -> None:
 
     # two in flight from 1 to 5; 0 emits at 0.5 and 9 tokens until 5, 1 emits at 2 and 8 until 6
     records = [at(0, 0.0, 0.5, 5.0, 10), at(1, 1.0, 1.0, 5.0, 9)]
-    window = steady_window(records)
+    [window] = steady_windows(records)
     assert window.seconds == pytest.approx(4.0)
     assert window.tokens == pytest.approx(9 * 4.0 / 4.5 + 1 + 8 * 3 / 4)
-    both = steady_window([*records, *(replace(r, tags={ROUND_TAG: 1}) for r in records)])
-    assert both.tok_per_s == pytest.approx(window.tok_per_s) and both.seconds == pytest.approx(8.0)
-    assert steady_window(records[:1]).tok_per_s is None
-    assert steady_window([replace(r, load="open:2") for r in records]).tok_per_s is None
+    both = throughput([*records, *(replace(r, tags={ROUND_TAG: 1}) for r in records)])
+    assert both is not None and both.estimate == pytest.approx(window.tokens / 4.0) and both.num_clusters == 2
+    assert throughput(records[:1]) is None
+    assert throughput([replace(r, load="open:2") for r in records]) is None
 
 
 def test_the_speed_table_compares_like_with_like() -> None:

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median, stdev
+from statistics import stdev
 
-from blockdraft.bench.estimates import cluster_of, clustered_ratio, counted
+from blockdraft.bench.estimates import cluster_of, clustered_ratio, counted, mean_of
 from blockdraft.bench.record import ROUND_TAG, RequestRecord
-from blockdraft.stats import Interval, critical_value
+from blockdraft.stats import Interval, critical_value, ratio_interval
 
-__all__ = ["Window", "first_token_median_s", "paired_speed_up", "steady_window", "step_time_s", "user_rate"]
+__all__ = [
+    "Window",
+    "break_even_length",
+    "first_token_s",
+    "paired_speed_up",
+    "steady_windows",
+    "step_time_s",
+    "throughput",
+    "user_rate",
+]
 
 
 def timed(records: Iterable[RequestRecord]) -> list[RequestRecord]:
@@ -35,35 +44,51 @@ def step_time_s(records: Iterable[RequestRecord]) -> Interval | None:
     return clustered_ratio(known, _decode_s, lambda r: r.counts.num_steps or 0)
 
 
-def first_token_median_s(records: Iterable[RequestRecord]) -> float | None:
-    """Median time to the first token, queue included."""
-    times = [r.first_token_s for r in counted(records) if r.first_token_s is not None]
-    return median(times) if times else None
+def first_token_s(records: Iterable[RequestRecord]) -> Interval | None:
+    """Mean seconds to the first token, queue included."""
+    known = [r for r in counted(records) if r.first_token_s is not None and not r.is_replay]
+    return mean_of(known, lambda r: r.first_token_s or 0.0)
 
 
 def paired_speed_up(
     fast: Iterable[RequestRecord], slow: Iterable[RequestRecord], *, level: float = 0.95
 ) -> Interval | None:
-    """The rate of users in `fast` over that in `slow`, on the prompts that both have.
+    """The rate of users in `fast` over that in `slow`, on the prompts that both have. None without any."""
+    return _paired_ratio(timed(fast), timed(slow), _step_tokens, _decode_s, level=level)
 
-    R = (sum C_1 / sum T_1) / (sum C_0 / sum T_0); exp(log R +- quantile * sd(g) / sqrt(n)) with the influence of prompt
-    i on log R, g_i = (C_1i / mean C_1 - T_1i / mean T_1) - (C_0i / mean C_0 - T_0i / mean T_0). None without pairs.
+
+def break_even_length(fast: Iterable[RequestRecord], slow: Iterable[RequestRecord]) -> Interval | None:
+    """Step time in `fast` over that in `slow`: the acceptance length at which both are equally fast."""
+    known = [[r for r in timed(side) if r.counts.num_steps] for side in (fast, slow)]
+    return _paired_ratio(known[0], known[1], _decode_s, lambda r: r.counts.num_steps or 0, level=0.95)
+
+
+def _paired_ratio(
+    ones: Sequence[RequestRecord],
+    zeros: Sequence[RequestRecord],
+    upper: Callable[[RequestRecord], float],
+    lower: Callable[[RequestRecord], float],
+    *,
+    level: float,
+) -> Interval | None:
+    """R = (sum U_1 / sum L_1) / (sum U_0 / sum L_0) over the prompts that both have.
+
+    exp(log R +- quantile * sd(g) / sqrt(n)) with the influence of prompt i on log R,
+    g_i = (U_1i / mean U_1 - L_1i / mean L_1) - (U_0i / mean U_0 - L_0i / mean L_0).
     """
-    sides = [_sums(timed(side)) for side in (fast, slow)]
+    sides = [_sums(side, upper, lower) for side in (ones, zeros)]
     shared = [key for key in sides[0] if key in sides[1]]
     n = len(shared)
-    if n == 0:
-        return None
     totals = [[sum(side[key][j] for key in shared) for j in (0, 1)] for side in sides]
-    if not all(value > 0 for pair in totals for value in pair):
+    if n == 0 or not all(value > 0 for pair in totals for value in pair):
         return None
     log_ratio = math.log(totals[0][0] / totals[0][1]) - math.log(totals[1][0] / totals[1][1])
     if n < 2:
         return Interval(math.exp(log_ratio), None, None, level, n)
 
     def influence(key: Hashable) -> float:
-        one, two = (side[key] for side in sides)
-        return n * (one[0] / totals[0][0] - one[1] / totals[0][1] - two[0] / totals[1][0] + two[1] / totals[1][1])
+        one, zero = (side[key] for side in sides)
+        return n * (one[0] / totals[0][0] - one[1] / totals[0][1] - zero[0] / totals[1][0] + zero[1] / totals[1][1])
 
     half = critical_value(level, n) * stdev(influence(key) for key in shared) / math.sqrt(n)
     return Interval(math.exp(log_ratio), math.exp(log_ratio - half), math.exp(log_ratio + half), level, n)
@@ -71,36 +96,38 @@ def paired_speed_up(
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """While exactly as many conversations ran as asked for: seconds, and tokens emitted in them, over all rounds."""
+    """While at least as many conversations ran as asked for: seconds, and tokens emitted in them."""
 
     seconds: float
     tokens: float
 
-    @property
-    def tok_per_s(self) -> float | None:
-        return self.tokens / self.seconds if self.seconds > 0 else None
+
+def throughput(records: Sequence[RequestRecord]) -> Interval | None:
+    """Tokens per second of the whole system while its load was full; rounds are what is independent here.
+
+    None for an open loop, and where the prompts were fewer than the conversations asked for.
+    """
+    windows = steady_windows(records)
+    return ratio_interval([w.tokens for w in windows], [w.seconds for w in windows])
 
 
-def steady_window(records: Sequence[RequestRecord]) -> Window:
-    """The steady part of a closed loop, round by round: from its first full moment to its last.
+def steady_windows(records: Sequence[RequestRecord]) -> list[Window]:
+    """The steady part of a closed loop, of each round: from its first full moment to its last.
 
-    A request's tokens are spread evenly from its first token to its end. Empty for an open loop, and where the prompts
-    were fewer than the conversations asked for.
+    A request's tokens are spread evenly from its first token to its end.
     """
     rounds: dict[object, list[RequestRecord]] = defaultdict(list)
     for record in counted(records):
         rounds[record.tags.get(ROUND_TAG, 0)].append(record)
-    seconds = tokens = 0.0
+    windows = []
     for members in rounds.values():
-        wanted = members[0].load.partition(":")
-        if wanted[0] != "closed":
+        kind, _, wanted = members[0].load.partition(":")
+        if kind != "closed":
             continue
-        begin, end = _full(members, int(wanted[2]))
-        if end <= begin:
-            continue
-        seconds += end - begin
-        tokens += sum(_tokens_within(record, begin, end) for record in members)
-    return Window(seconds, tokens)
+        begin, end = _full(members, int(wanted))
+        if end > begin:
+            windows.append(Window(end - begin, sum(_tokens_within(record, begin, end) for record in members)))
+    return windows
 
 
 def _full(records: Sequence[RequestRecord], count: int) -> tuple[float, float]:
@@ -127,12 +154,16 @@ def _tokens_within(record: RequestRecord, begin: float, end: float) -> float:
     return found
 
 
-def _sums(records: Sequence[RequestRecord]) -> dict[Hashable, list[float]]:
+def _sums(
+    records: Sequence[RequestRecord],
+    upper: Callable[[RequestRecord], float],
+    lower: Callable[[RequestRecord], float],
+) -> dict[Hashable, list[float]]:
     sums: dict[Hashable, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for record in records:
         entry = sums[cluster_of(record)]
-        entry[0] += _step_tokens(record)
-        entry[1] += _decode_s(record)
+        entry[0] += upper(record)
+        entry[1] += lower(record)
     return dict(sums)
 
 

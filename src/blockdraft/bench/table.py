@@ -122,7 +122,7 @@ def shown_cell(cell: Cell, column: Column) -> str:
     if isinstance(cell, Interval):
         estimate = _number(cell.estimate, column)
         if cell.low is None or cell.high is None:
-            return f"{estimate} [one prompt]"
+            return f"{estimate} [only one]"
         low, high = column.possible(cell.low), column.possible(cell.high)
         return f"{estimate} [{_number(low, column, bare=True)}, {_number(high, column, bare=True)}]"
     if isinstance(cell, int):

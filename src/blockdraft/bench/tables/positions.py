@@ -56,7 +56,8 @@ def block_positions(records: Sequence[RequestRecord]) -> list[Table]:
                 verdict=examine(members),
                 notes=(
                     f"at least: {est.FORMULAS['survival']}",
-                    f"given those before: {est.FORMULAS['conditional']}; it does not depend on the width",
+                    f"given those before: {est.FORMULAS['conditional']}; comparable between widths",
+                    "an interval around 0 or 100 % has no width here: few steps came that far",
                 ),
                 figure=Figure(
                     "lines", f"survival ({setting})", "position in the block", "accepted", lines, is_share=True

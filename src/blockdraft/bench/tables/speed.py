@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from blockdraft.bench import estimates as est
 from blockdraft.bench import speed
@@ -40,26 +41,30 @@ def speed_ups(records: Sequence[RequestRecord]) -> list[Table]:
 def _speed_rows(records: Sequence[RequestRecord]) -> list[dict[str, Cell]]:
     by_mode = grouped(records, mode_of)
     plain = by_mode.get("off", [])
-    plain_step = speed.step_time_s(plain)
-    rows = []
+    rows: list[dict[str, Cell]] = []
     for mode, members in by_mode.items():
-        step = speed.step_time_s(members)
         is_on = mode != "off"
-        even = None if step is None or plain_step is None or not is_on else step.estimate / plain_step.estimate
         rows.append(
             {
                 "mode": mode,
                 "speed_up": speed.paired_speed_up(members, plain) if is_on else None,
                 "user": speed.user_rate(members),
-                "throughput": speed.steady_window(members).tok_per_s,
-                "first": speed.first_token_median_s(members),
-                "step": None if step is None else 1000.0 * step.estimate,
+                "throughput": speed.throughput(members),
+                "first": speed.first_token_s(members),
+                "step": _in_ms(speed.step_time_s(members)),
                 "pooled": est.acceptance_length(members) if is_on else None,
-                "even": even,
+                "even": speed.break_even_length(members, plain) if is_on else None,
                 "prompts": num_prompts(est.counted(members)),
             }
         )
     return rows
+
+
+def _in_ms(seconds: Interval | None) -> Interval | None:
+    if seconds is None:
+        return None
+    low, high = (None if bound is None else 1000.0 * bound for bound in (seconds.low, seconds.high))
+    return replace(seconds, estimate=1000.0 * seconds.estimate, low=low, high=high)
 
 
 def _speed_table(
@@ -74,8 +79,8 @@ def _speed_table(
         Column("mode", "width"),
         Column("speed_up", "speed-up", "rate of users / that without speculation, same prompts, same load", 2),
         Column("user", "tok/s a user", "sum (C - 1) / sum (end - first token)", 1),
-        Column("throughput", "tok/s in all", "while the load is full; - where it never was", 1),
-        Column("first", "first token s", "median, queue included", 3),
+        Column("throughput", "tok/s in all", "while the load is full, by round; - where it never was", 1),
+        Column("first", "first token s", "mean, queue included", 3),
         Column("step", "step ms", "sum (end - first token) / sum S", 1),
         POOLED,
         Column("even", "break-even", "acceptance length at which both are equally fast: step time / that without", 2),
@@ -89,7 +94,7 @@ def _speed_table(
         verdict=examine(records),
         notes=(
             "paired by prompt; rounds alternate between settings, so that a change of the machine touches all alike",
-            "intervals are about prompts; they do not hold the machine's own changes from one start to the next",
+            "intervals are about prompts (throughput: rounds), not about the machine's changes from one start to the next",
         ),
         figure=Figure(
             "lines",
