@@ -147,7 +147,7 @@ def prediction_table(found: Sequence[Acceptance], steps: Steps, loads: Sequence[
         Column("measured", "measured", "rate of users / that without speculation, same prompts", 2),
         Column("error", "error", "predicted / measured - 1", 0, "%+"),
     )
-    records = [record for one in found for record in one.records]
+    records = list({record.key: record for one in found for record in one.records}.values())
     return Table(
         name="predict",
         title="Predicted speed-up and best width",

@@ -268,16 +268,20 @@ def _formats(words: Sequence[str]) -> dict[str, str]:
 
 
 def _command(words: Sequence[str]) -> str:
-    """The command as a result states it: files and folders by their last part alone."""
+    """The command as a result states it: files and folders of this machine by their last part alone."""
     shown_words = ["blockdraft"]
     for before, word in zip(["", *words], words, strict=False):
         option, is_joined, value = word.partition("=")
         if before in _PATH_OPTIONS or before == "bench":
-            word = word if word.startswith("-") or not Path(word).is_absolute() else Path(word).name
+            word = _last_parts(word)
         elif is_joined and option in _PATH_OPTIONS:
-            word = f"{option}={Path(value).name}"
+            word = f"{option}={_last_parts(value)}"
         shown_words.append(word)
     return " ".join(shown_words)
+
+
+def _last_parts(words: str) -> str:
+    return ",".join(Path(word).name if Path(word).is_absolute() else word for word in words.split(","))
 
 
 # ---- the pair --------------------------------------------------------------------------------------------------------

@@ -44,13 +44,15 @@ class Document:
         pair = f"{system['draft']} with {system['target']}" if system.get("draft") else str(system["target"])
         lines = [("measured", f"{pair}, {system['engine']} {system['version']}")]
         details = {**system.get("details", {}), "template": system.get("template_sha256")}
-        lines.append(("system", ", ".join(f"{key} {value}" for key, value in details.items() if value is not None)))
+        words = ", ".join(f"{key} {value}" for key, value in details.items() if value is not None)
+        lines += [("system", words)] if words else []
         for sampling in settings.get("samplings", []):
             cut = "" if sampling["top_k"] is None else f", top-k {sampling['top_k']}"
             effort = "" if not sampling["reasoning_effort"] else f", {sampling['reasoning_effort']} reasoning effort"
             words = f"temperature {sampling['temperature']:g}, top-p {sampling['top_p']:g}{cut}{effort}"
             lines.append((f"sampling {sampling['name']}", words))
-        lines.append(("length limit", f"{settings.get('max_new_tokens')} tokens"))
+        if "max_new_tokens" in settings:
+            lines.append(("length limit", f"{settings['max_new_tokens']} tokens"))
         for one in self.workloads:
             size = f"{one['num_prompts']} of {one['num_prompts_of_the_set']} prompts"
             words = f"{size}, format {one['format']} ({one['format_sha256']}), prompts {one['prompts_sha256']}"
@@ -58,7 +60,7 @@ class Document:
         for run in self.runs:
             lines.append(("run", ", ".join(f"{key} {_flat(value)}" for key, value in run.items() if value is not None)))
         hardware = ", ".join(f"{key} {value}" for key, value in system.get("hardware", {}).items() if value is not None)
-        return [*lines, ("hardware", hardware), ("command", self.command)]
+        return [*lines, *([("hardware", hardware)] if hardware else []), ("command", self.command)]
 
     def to_json(self) -> dict[str, Any]:
         return {

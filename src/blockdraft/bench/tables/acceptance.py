@@ -123,7 +123,7 @@ def _matrix(setting: str, records: Sequence[RequestRecord]) -> Table:
         Column("prompts", "prompts", "independent ones"),
         Column("requests", "requests", "every turn and sample is one"),
         Column("truncated", "truncated", "ended by the length limit"),
-        Column("output", "mean out tok", "sum C / requests", 0),
+        Column("output", "mean out tok", "sum C / requests", 0, least=0.0),
         COMMITTED,
         PER_REQUEST,
         Column("correct", "correct", "share of scored requests", 0, "%"),

@@ -78,10 +78,10 @@ def _speed_table(
         Column("load", "load"),
         Column("mode", "width"),
         Column("speed_up", "speed-up", "rate of users / that without speculation, same prompts, same load", 2),
-        Column("user", "tok/s a user", "sum (C - 1) / sum (end - first token)", 1),
-        Column("throughput", "tok/s in all", "while the load is full, by round; - where it never was", 1),
-        Column("first", "first token s", "mean, queue included", 3),
-        Column("step", "step ms", "sum (end - first token) / sum S", 1),
+        Column("user", "tok/s a user", "sum (C - 1) / sum (end - first token)", 1, least=0.0),
+        Column("throughput", "tok/s in all", "while the load is full, by round; - where it never was", 1, least=0.0),
+        Column("first", "first token s", "mean, queue included", 3, least=0.0),
+        Column("step", "step ms", "sum (end - first token) / sum S", 1, least=0.0),
         POOLED,
         Column("even", "break-even", "acceptance length at which both are equally fast: step time / that without", 2),
         Column("prompts", "prompts"),
@@ -94,7 +94,7 @@ def _speed_table(
         verdict=examine(records),
         notes=(
             "paired by prompt; rounds alternate between settings, so that a change of the machine touches all alike",
-            "intervals are about prompts (throughput: rounds), not about the machine's changes from one start to the next",
+            "intervals are about prompts (throughput: rounds), not about what changes from one start to the next",
         ),
         figure=Figure(
             "lines",
