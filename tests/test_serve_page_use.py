@@ -74,6 +74,8 @@ def test_settings_go_into_the_request_and_empty_ones_do_not(base: str, browser: 
     visit.page.fill("#prompt", "Not sent")
     visit.page.press("#prompt", "Enter")
     assert len(visit.bodies()) == 2 and visit.page.evaluate("document.activeElement.id") == "temperature"
+    visit.page.click("#retry")
+    assert visit.page.input_value("#prompt") == "Not sent" and visit.page.locator(".turn").count() == 2
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
@@ -139,6 +141,7 @@ def test_a_lost_network_is_said_and_can_be_retried(base: str, browser: Browser) 
     visit.page.click(".problem button")
     visit.wait()
     assert len(visit.tokens()) == 2
+    assert visit.page.evaluate("document.activeElement.id") == "send", "the focus went with the button that was pressed"
     visit.page.click("#clear")
     assert visit.page.locator(".turn").count() == 0 and visit.page.is_visible("#welcome")
 

@@ -67,12 +67,19 @@ page["key-form"].addEventListener("submit", (event) => {
 
 // ---------------------------------------------------------------------------------------------------- a turn
 
-async function send(text) {
+// isAgain: the last turn gives way to this one. What cannot be sent changes nothing and stays in the message field.
+async function send(text, isAgain = false) {
   const asked = settings.read();
   if (asked === null || running !== null) return;
   if (info === null) await connect();
-  if (info === null) return;
+  if (info === null) {
+    say(page.pair.textContent);
+    return;
+  }
   asked.model = info.model;
+  if (page.prompt.value === text) page.prompt.value = "";
+  if (isAgain) dropLastTurn();
+  for (const button of page.turns.querySelectorAll(".problem button")) button.remove(); // they retry the last turn only
   if (asked.temperature !== 0 && asked.seed === null) asked.seed = newSeed();
   const ways = WAYS[document.querySelector("input[name=way]:checked").value];
   if (messages.at(-1)?.role === "user") messages.pop(); // a turn that got no answer is no part of the conversation
@@ -82,7 +89,7 @@ async function send(text) {
   turn.append(element("div", { className: `lanes lanes-${lanes.length}` }, ...lanes.map((lane) => lane.element)));
   page.turns.append(turn);
   page.welcome.hidden = true;
-  window.scrollTo({ top: document.body.scrollHeight });
+  follow();
   running = new AbortController();
   showRunning();
   try {
@@ -91,6 +98,13 @@ async function send(text) {
     running = null;
     showRunning();
   }
+}
+
+function dropLastTurn() {
+  const turn = page.turns.lastElementChild;
+  if (turn?.contains(document.activeElement)) page.send.focus();
+  turn?.remove();
+  if (messages.at(-1)?.role === "assistant") messages.pop();
 }
 
 function newLane(way, body) {
@@ -118,8 +132,9 @@ async function runTurn(turn, lanes, asked) {
   const kept = lanes.findLast((lane) => lane.run !== null && lane.run.text !== "");
   if (kept) conversation.push({ role: "assistant", content: kept.run.text });
   turn.classList.toggle("unanswered", !kept);
+  const isFollowing = isNearEnd();
   if (isWhole && lanes.length === 2) turn.append(verdict(...lanes, asked));
-  follow();
+  if (isFollowing) follow();
 }
 
 // Whether the answer came to the server's own end.
@@ -194,11 +209,8 @@ function verdict(plain, speculative, asked) {
 // -------------------------------------------------------------------------------------------------- controls
 
 function retry() {
-  if (running !== null || messages.length === 0) return;
-  if (messages.at(-1).role === "assistant") messages.pop();
-  const { content } = messages.pop();
-  page.turns.lastElementChild?.remove();
-  send(content);
+  const last = messages.findLast(({ role }) => role === "user");
+  if (last) send(last.content, true);
 }
 
 function retryButton(waitS) {
@@ -283,10 +295,7 @@ function follow() {
 }
 
 function submit() {
-  const text = page.prompt.value;
-  if (text.trim() === "" || running !== null) return;
-  page.prompt.value = "";
-  send(text);
+  if (page.prompt.value.trim() !== "") send(page.prompt.value);
 }
 
 page.composer.addEventListener("submit", (event) => {

@@ -1,7 +1,7 @@
 // Owns how one answer looks: its tokens, its strip of steps, its figures, its end. Text only ever enters as text.
 
 const SVG = "http://www.w3.org/2000/svg";
-const KINDS = { accepted: "accepted", bonus: "bonus", first: "first" };
+const KINDS = ["accepted", "bonus", "first"];
 const TITLES = { plain: "Plain", speculative: "Speculative" };
 const STRIP_HEIGHT = 40;
 const BAR_WIDTH = 7;
@@ -27,7 +27,7 @@ export class Lane {
     this.#unit = STRIP_HEIGHT / Math.max(maxWidth, 2);
     this.#tip = tip;
     this.#build(note, onCopy, onCurl);
-    new StepReader(this, this.answer, tip);
+    new StepReader(this);
   }
 
   element;
@@ -85,11 +85,6 @@ export class Lane {
       this.#foot,
     );
     this.element.dataset.way = this.way;
-    this.#strip.addEventListener("pointerover", (event) => {
-      const bar = event.target.closest("g[data-step]");
-      if (bar) this.point(Number(bar.dataset.step), null, bar);
-    });
-    this.#strip.addEventListener("pointerleave", () => this.unpoint());
   }
 
   begin(run) {
@@ -156,7 +151,7 @@ export class Lane {
     if (token) {
       const inStep = this.run.tokens.filter((other) => other.step === token.step);
       const place = `token ${inStep.indexOf(token) + 1} of ${inStep.length}`;
-      lines.push(`${JSON.stringify(token.text)}: ${KINDS[token.kind] ?? token.kind}, ${place}, id ${token.id}`);
+      lines.push(`${JSON.stringify(token.text)}: ${token.kind}, ${place}, id ${token.id}`);
     }
     return lines;
   }
@@ -227,11 +222,11 @@ export class Lane {
       ["to first token", figures.firstTokenS === null ? "–" : `${figures.firstTokenS.toFixed(2)} s`, "first-token"],
       ["steps", String(figures.numSteps), "steps"],
     ];
-    for (const kind of Object.keys(KINDS)) rows.push([KINDS[kind], String(figures.counts[kind]), kind]);
+    for (const kind of KINDS) rows.push([kind, String(figures.counts[kind]), kind]);
     if (this.#figures.childElementCount === 0) {
       for (const [name, , key] of rows) {
         const term = element("dt", { textContent: name });
-        if (key in KINDS) term.prepend(swatch(key));
+        if (KINDS.includes(key)) term.prepend(swatch(key));
         this.#figures.append(element("div", { className: `figure ${key}` }, term, element("dd")));
       }
     }
@@ -251,38 +246,38 @@ export class Lane {
 // Arrow keys, pointer and touch on an answer: which step, which token.
 class StepReader {
   #lane;
-  #answer;
   #at = -1;
 
-  constructor(lane, answer) {
+  constructor(lane) {
     this.#lane = lane;
-    this.#answer = answer;
-    answer.addEventListener("keydown", (event) => this.#key(event));
-    answer.addEventListener("blur", () => this.#leave());
-    const section = lane.element;
-    section.addEventListener("pointerover", (event) => this.#over(event));
-    section.addEventListener("click", (event) => this.#over(event));
-    answer.addEventListener("pointerleave", () => lane.unpoint());
+    lane.answer.addEventListener("keydown", (event) => this.#key(event));
+    lane.answer.addEventListener("blur", () => this.#leave());
+    lane.element.addEventListener("pointerover", (event) => this.#over(event));
+    lane.element.addEventListener("click", (event) => this.#over(event));
+    lane.element.addEventListener("pointerleave", () => lane.unpoint());
   }
 
   #over(event) {
+    const bar = event.target.closest("g[data-step]");
     const span = event.target.closest(".tok[data-index]");
-    if (!span || !this.#lane.element.contains(span)) return;
-    const token = this.#lane.run.tokens[Number(span.dataset.index)];
-    this.#lane.point(token.step, token, span);
+    const token = span && this.#lane.run.tokens[Number(span.dataset.index)];
+    if (token) this.#lane.point(token.step, token, span);
+    else if (bar) this.#lane.point(Number(bar.dataset.step), null, bar);
+    else this.#lane.unpoint();
   }
 
   #key(event) {
     const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
     if (move === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
-    const groups = this.#answer.querySelectorAll(".step");
+    const { answer } = this.#lane;
+    const groups = answer.querySelectorAll(".step");
     if (groups.length === 0) return;
     event.preventDefault();
     this.#at = Math.min(Math.max(this.#at + move, 0), groups.length - 1);
     const group = groups[this.#at];
     group.scrollIntoView({ block: "nearest" });
     const words = this.#lane.point(Number(group.dataset.step), null, group);
-    this.#answer.dispatchEvent(new CustomEvent("step", { bubbles: true, detail: `${words[0]}: ${group.textContent}` }));
+    answer.dispatchEvent(new CustomEvent("step", { bubbles: true, detail: `${words[0]}: ${group.textContent}` }));
   }
 
   #leave() {
