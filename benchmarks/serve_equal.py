@@ -48,7 +48,7 @@ def main() -> int:
     result = {
         "what": "texts of the server that are not those of the engine in process, for each way of asking",
         "settings": {
-            "pair": options.target or "built-in",
+            "pair": Path(options.target).name if options.target else "built-in",
             "dtype": options.dtype,
             "prompts": len(questions),
             "max_new_tokens": options.max_new_tokens,

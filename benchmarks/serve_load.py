@@ -95,7 +95,10 @@ def main() -> int:
 
 def shown(options: argparse.Namespace) -> dict[str, Any]:
     names = ("dtype", "seconds", "clients", "max_rows", "max_queue", "prompts", "max_new_tokens", "seed")
-    return {"pair": options.target or "built-in", **{name: getattr(options, name) for name in names}}
+    return {
+        "pair": Path(options.target).name if options.target else "built-in",
+        **{name: getattr(options, name) for name in names},
+    }
 
 
 def expected_texts(options: argparse.Namespace) -> dict[str, str]:

@@ -49,7 +49,8 @@ def main() -> int:
         server.terminate()
         server.wait(60)
     what = "throughput through HTTP against in process; overhead is 1 - HTTP / in process of wall time, and CPU - 1"
-    settings = {"pair": options.target or "built-in", "dtype": options.dtype, "max_new_tokens": options.max_new_tokens}
+    pair = Path(options.target).name if options.target else "built-in"
+    settings = {"pair": pair, "dtype": options.dtype, "max_new_tokens": options.max_new_tokens}
     result = {"what": what, "settings": settings, "rows": rows, "run": session.run_facts(options)}
     common.write_json(options.results / RESULT, result)
     return 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,9 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
-from blockdraft.engine import Engine, load
+from blockdraft.engine import Engine, Ticket, load
+from blockdraft.engine.row import RunningRow
 from blockdraft.errors import ConfigError
 from blockdraft.serve import ServerSettings, create_app
+from blockdraft.serve.answers import Answer
+from blockdraft.serve.engine_loop import Job, Submission
 from serve_kit import Running, chat_body, parse_events, running, text_body
 from tiny_pair import TinyPair
 
@@ -67,7 +72,7 @@ def test_a_full_queue_is_said_at_once(slow_engine: Engine) -> None:
         assert int(refused.headers["retry-after"]) >= 1
         assert [each.result().status_code for each in waiting] == [200, 200, 200]
         too_many = server.post(TEXT, long_body(n=4))
-        assert too_many.status_code == 429
+        assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")  # there is never room for 4
         assert server.post(TEXT, text_body()).status_code == 200
 
 
@@ -131,6 +136,26 @@ def test_a_client_that_stops_reading_holds_nobody_up(engine: Engine) -> None:
         assert server.post(TEXT, text_body()).status_code == 200
         server.wait_until(lambda: server.service.loop.num_open == 0, seconds=60)
         lazy.close()
+
+
+def test_nothing_of_a_request_stays(engine: Engine) -> None:
+    kinds = (Submission, Job, Ticket, RunningRow, Answer)
+
+    def alive() -> Counter[str]:
+        gc.collect()
+        return Counter(type(item).__name__ for item in gc.get_objects() if type(item) in kinds)
+
+    with running(engine) as server:
+        server.post(TEXT, text_body())
+        before = alive()
+        for number in range(12):
+            with server.http.stream("POST", TEXT, json={**text_body(n=2), "stream": True}) as response:
+                if number % 3:
+                    response.read()  # the others leave at once
+            server.post(TEXT, text_body(stop=["e"]))
+        server.wait_until(lambda: server.service.loop.num_open == 0)
+        server.post(TEXT, text_body())
+        assert alive() <= before + Counter(before.keys())  # at most what the last request still holds
 
 
 # ------------------------------------------------------------------------------------------------------------- times

@@ -122,6 +122,12 @@ class Submission:
     inbox: asyncio.Queue[tuple[int, Message]] = field(default_factory=asyncio.Queue)
     jobs: list[Job] = field(default_factory=list)
     num_open: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+    def expire_in(self, seconds: float) -> None:
+        """Let the reader of the inbox find an error there after so long (asyncio)."""
+        late = Failed(f"the answer was not ready within this server's {seconds:g} s; ask for less", "request_timeout")
+        self.timer = asyncio.get_running_loop().call_later(seconds, self.inbox.put_nowait, (0, late))
 
     async def next(self) -> tuple[int, Message]:
         """The next message of any choice (asyncio)."""
@@ -129,6 +135,8 @@ class Submission:
 
     def cancel(self) -> None:
         """End what is left of it between this engine step and the next (asyncio). Its messages are read by nobody."""
+        if self.timer is not None:
+            self.timer.cancel()
         if self.num_open:
             self.loop.cancel(self.jobs)
 

@@ -6,7 +6,6 @@ Answer alone.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -38,12 +37,12 @@ async def respond(
         submission = loop.submit(requests)
     except QueueFullError as error:
         raise queue_full(error.num_open, error.limit) from None
-    deadline = asyncio.get_running_loop().time() + settings.request_timeout_s
+    submission.expire_in(settings.request_timeout_s)
     _note(http.scope, answer)
     if answer.frame.fields.stream:
-        return await _streamed(http, submission, settings, answer, deadline)
+        return await _streamed(http, submission, settings, answer)
     try:
-        await unless_gone(http.receive, _gather(submission, answer, deadline, settings))
+        await unless_gone(http.receive, _gather(submission, answer))
     except GoneError:
         note_facts(http.scope, is_gone=True)
         raise
@@ -53,60 +52,38 @@ async def respond(
     return JSONResponse(answer.body())
 
 
-async def _gather(submission: Submission, answer: Answer, deadline: float, settings: ServerSettings) -> None:
-    try:
-        async with asyncio.timeout_at(deadline):
-            while submission.num_open or not submission.inbox.empty():
-                index, message = await submission.next()
-                if isinstance(message, Step):
-                    answer.take(index, message)
-                elif isinstance(message, Done):
-                    _check_done(message)
-                    answer.finish(index, message)
-                elif isinstance(message, Refused | Failed):
-                    raise _error_of(message)
-    except TimeoutError:
-        raise _too_long(settings) from None
+async def _gather(submission: Submission, answer: Answer) -> None:
+    while submission.num_open or not submission.inbox.empty():
+        index, message = await submission.next()
+        if isinstance(message, Step):
+            answer.take(index, message)
+        elif isinstance(message, Done):
+            _check_done(message)
+            answer.finish(index, message)
+        elif isinstance(message, Refused | Failed):
+            raise _error_of(message)
 
 
-async def _streamed(
-    http: HttpRequest, submission: Submission, settings: ServerSettings, answer: Answer, deadline: float
-) -> Response:
+async def _streamed(http: HttpRequest, submission: Submission, settings: ServerSettings, answer: Answer) -> Response:
     """The stream, once the engine has taken the request: what it refuses is an error answer, not an event."""
-
-    async def first() -> Any:
-        async with asyncio.timeout_at(deadline):
-            return await submission.next()
-
     try:
-        index, message = await unless_gone(http.receive, first())
+        index, message = await unless_gone(http.receive, submission.next())
         if isinstance(message, Refused | Failed):
             raise _error_of(message)
-    except TimeoutError:
+    except BaseException as error:
         submission.cancel()
-        raise _too_long(settings) from None
-    except GoneError:
-        submission.cancel()
-        note_facts(http.scope, is_gone=True)
+        if isinstance(error, GoneError):
+            note_facts(http.scope, is_gone=True)
         raise
-    except BaseException:
-        submission.cancel()
-        raise
-    source = _events(http.scope, submission, answer, deadline, settings, (index, message))
     return EventStream(
-        source,
+        _events(http.scope, submission, answer, (index, message)),
         stall_timeout_s=settings.stall_timeout_s,
         on_gone=lambda: note_facts(http.scope, is_gone=True),
     )
 
 
 async def _events(
-    scope: Scope,
-    submission: Submission,
-    answer: Answer,
-    deadline: float,
-    settings: ServerSettings,
-    first: tuple[int, Any],
+    scope: Scope, submission: Submission, answer: Answer, first: tuple[int, Any]
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream; whatever ends it early frees its rows."""
     index, message = first
@@ -127,11 +104,7 @@ async def _events(
             if not submission.num_open and submission.inbox.empty():
                 yield DONE
                 return
-            try:
-                async with asyncio.timeout_at(deadline):
-                    index, message = await submission.next()
-            except TimeoutError:
-                raise _too_long(settings) from None
+            index, message = await submission.next()
     except ApiError as error:
         note_facts(scope, error=error.code)
         yield event(error.body(), "error")
@@ -148,7 +121,7 @@ async def _events(
 def _error_of(message: Refused | Failed) -> ApiError:
     if isinstance(message, Refused):
         return bad_request(str(message.error))
-    status = 503 if message.code == "server_stopping" else 500
+    status = {"server_stopping": 503, "request_timeout": 504}.get(message.code, 500)
     return server_error(message.message, code=message.code, status=status)
 
 
@@ -159,14 +132,6 @@ def _check_done(done: Done) -> None:
         raise server_error(completion.error or "the request broke", code="request_failed")
     if completion.finish_reason == "cancelled":
         raise server_error("the request was cancelled", code="cancelled")
-
-
-def _too_long(settings: ServerSettings) -> ApiError:
-    return server_error(
-        f"the answer was not ready within this server's {settings.request_timeout_s:g} s; ask for fewer tokens",
-        code="request_timeout",
-        status=504,
-    )
 
 
 def _note(scope: Scope, answer: Answer) -> None:

@@ -19,6 +19,7 @@ from blockdraft.serve.errors import ApiError, bad_request
 __all__ = ["DONE", "EventStream", "GoneError", "discard_body", "error_response", "event", "read_json", "unless_gone"]
 
 DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _MAX_DISCARDED_BYTES = 32 * 2**20
 _DISCARD_S = 10.0
 
@@ -34,7 +35,7 @@ def error_response(error: ApiError) -> JSONResponse:
 def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
     """One server-sent event."""
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"{head}data: {_ENCODER.encode(value)}\n\n".encode()
 
 
 # ---- bodies --------------------------------------------------------------------------------------------------------
@@ -156,25 +157,41 @@ class EventStream(Response):
         self._source = source
         self._stall_timeout_s = stall_timeout_s
         self._on_gone = on_gone
+        self._since_s: float | None = None
+        """When the piece that is being sent now was begun."""
+        self._is_stalled = False
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        self._watch = asyncio.get_running_loop().call_later(self._stall_timeout_s, self._look_for_stall, sending)
         try:
-            await unless_gone(receive, self._send(send))
+            await unless_gone(receive, sending)
         except GoneError:
             self._on_gone()
+        except asyncio.CancelledError:
+            if not self._is_stalled:
+                raise
+            self._on_gone()
         finally:
+            self._watch.cancel()
             await self._source.aclose()  # it may wait at a piece that was never sent
 
+    def _look_for_stall(self, sending: asyncio.Future[None]) -> None:
+        """End the sending where one piece has waited too long; look again later otherwise."""
+        loop = asyncio.get_running_loop()
+        waited_s = 0.0 if self._since_s is None else loop.time() - self._since_s
+        if waited_s >= self._stall_timeout_s:
+            self._is_stalled = True
+            sending.cancel()
+            return
+        self._watch = loop.call_later(self._stall_timeout_s - waited_s, self._look_for_stall, sending)
+
     async def _send(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for piece in self._source:
-            await self._send_piece(send, piece, more_body=True)
-        await self._send_piece(send, b"", more_body=False)
-
-    async def _send_piece(self, send: Send, piece: bytes, *, more_body: bool) -> None:
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await send({"type": "http.response.body", "body": piece, "more_body": more_body})
-        except TimeoutError:
-            raise GoneError from None
+            self._since_s = clock()
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            self._since_s = None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
