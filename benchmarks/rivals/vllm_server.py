@@ -113,30 +113,41 @@ class Client:
 
 
 class VllmServer:
-    """A server of our own, and one way to generate with it."""
+    """A server of our own, and one way to generate with it. `plugin`: a folder of packages that it alone sees."""
 
     def __init__(
-        self, folder: Path, target: Path, draft: Path | None, *, precision: str, threads: int, port: int, work: Path
+        self,
+        folder: Path,
+        target: Path,
+        draft: Path | None,
+        *,
+        precision: str,
+        threads: int,
+        port: int,
+        work: Path,
+        plugin: Path | None = None,
+        more: Sequence[str] = (),
     ) -> None:
         words = [str(folder / "bin" / "vllm"), "serve", str(target), "--host", "127.0.0.1", "--port", str(port)]
-        words += options(precision)
+        words += [*options(precision), *more]
         if draft is not None:
             config = {"method": "dflash", "model": str(draft), "num_speculative_tokens": 7}
             words += ["--speculative-config", json.dumps(config)]
         self.facts: dict[str, Any] = {}
-        self._log = (work / f"vllm-{'plain' if draft is None else 'v1'}.log").open("w", encoding="utf-8")
-        self._process = EngineProcess(words, variables(folder, threads, work / "vllm"), self._keep)
-        self._client, self._is_plain = Client(port), draft is None
+        self._log = (work / f"vllm-{'plain' if draft is None else 'draft'}.log").open("w", encoding="utf-8")
+        environment = variables(folder, threads, work / "vllm") | ({"PYTHONPATH": str(plugin)} if plugin else {})
+        self._process = EngineProcess(words, environment, self._keep)
+        self.client, self._is_plain = Client(port), draft is None
         try:
-            wait_until_ready(self._process, self._client.is_ready)
-            self._model = self._client.model()
+            wait_until_ready(self._process, self.client.is_ready)
+            self._model = self.client.model()
         except Failed:
             self.close()
             raise
 
     def generate(self, how: str, prompt_ids: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
         try:
-            found = self._client.generate(self._model, prompt_ids, max_new_tokens, ignore_eos=True)
+            found = self.client.generate(self._model, prompt_ids, max_new_tokens, ignore_eos=True)
         except (urllib.error.URLError, OSError, UnavailableError) as error:
             raise Failed(f"{error}; the server's last line: {self._process.last_line()}") from None
         counters = found.pop("counters")
