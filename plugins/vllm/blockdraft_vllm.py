@@ -4,7 +4,7 @@ vLLM 0.32 has the whole draft network, on the CPU too, but walks the candidates 
 Runner V1 would take each position's likeliest token, so vLLM refuses such drafts there. This plugin lifts the refusal
 and walks: position by position the best successor of the token before, by the sum of its logit and its edge. The walk
 is greedy at every temperature; no draft probabilities are handed on, so proposals are checked as certain ones, which
-keeps sampled text exact. Loaded by vLLM through the entry point group vllm.general_plugins; imports nothing before that.
+keeps sampled text exact. vLLM loads it by its entry point in vllm.general_plugins; it imports nothing before that.
 """
 
 # Shapes: R requests, K proposals of each, M candidates of a position, D width of the draft.
