@@ -96,6 +96,24 @@ def test_two_runs_are_compared_on_the_same_prompts(measured: tuple[Path, str], t
     assert row["difference"]["estimate"] == pytest.approx(row["second"]["estimate"] - row["first"]["estimate"])
 
 
+def test_runs_that_asked_different_things_are_not_compared(measured: tuple[Path, str], tmp_path: Path) -> None:
+    content = read_journal(measured[0] / "table-A.jsonl")
+    settings = content.settings or {}
+    [workload] = settings["workloads"]
+    for change, message in (
+        ({"max_new_tokens": 21}, "max_new_tokens"),
+        ({"seed": 1}, "seed"),
+        ({"workloads": [{**workload, "format_sha256": "x"}]}, "format_sha256"),
+        ({"workloads": [{**workload, "prompts_sha256": "x"}]}, "prompts_sha256"),
+    ):
+        path = tmp_path / f"{message}.jsonl"
+        with Journal(path, {**settings, **change}, {}) as journal:
+            for record in content.records.values():
+                journal.append(record)
+        ran = run_cli("bench", "--compare", measured[0] / "table-A.jsonl", path, "--out", tmp_path)
+        assert message in ran.refusal
+
+
 def test_matrix_and_speed_and_replay(
     tiny_pair: TinyPair, prompts: Path, measured: tuple[Path, str], tmp_path: Path
 ) -> None:

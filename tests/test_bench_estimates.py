@@ -12,7 +12,7 @@ from scipy import stats as scipy_stats
 
 from blockdraft.bench import estimates as est
 from blockdraft.bench.compare import Side, compare, holm, p_value
-from blockdraft.bench.record import ROUND_TAG, Counts, RequestRecord
+from blockdraft.bench.record import PROCESS_TAG, ROUND_TAG, Counts, RequestRecord
 from blockdraft.bench.speed import (
     break_even_length,
     paired_speed_up,
@@ -234,6 +234,10 @@ def test_throughput_counts_only_while_the_load_is_full() -> None:
     assert window.tokens == pytest.approx(9 * 4.0 / 4.5 + 1 + 8 * 3 / 4)
     both = throughput([*records, *(replace(r, tags={ROUND_TAG: 1}) for r in records)])
     assert both is not None and both.estimate == pytest.approx(window.tokens / 4.0) and both.num_clusters == 2
+    # a data set or a process of its own has a clock of its own
+    for change in ({"dataset": "other"}, {"tags": {PROCESS_TAG: 2}}):
+        more = throughput([*records, *(replace(r, **change) for r in records)])
+        assert more is not None and more.estimate == pytest.approx(window.tokens / 4.0)
     assert throughput(records[:1]) is None
     assert throughput([replace(r, load="open:2") for r in records]) is None
 

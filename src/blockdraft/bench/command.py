@@ -44,7 +44,7 @@ DEFAULT_COUNT = 20  # contexts of each length
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is measured. `sets` empty: the table's own; `widths` empty: the draft's own; 0 in it is the system's own.
+    """What is measured. `sets` empty: the table's own; `widths` empty: the draft's own; None among them: the system's.
 
     `formats` names a prompt format by data set. `limit` prompts of each set (contexts of each length) are taken.
     """
@@ -55,7 +55,7 @@ class Options:
     haystack: Path | None = None
     lengths: Sequence[int] = ()
     formats: Mapping[str, str] = field(default_factory=dict)
-    widths: Sequence[int] = ()
+    widths: Sequence[int | None] = ()
     samplings: Sequence[str] = ("greedy",)
     loads: Sequence[Load] = (Load(concurrency=1),)
     limit: int | None = None
@@ -138,7 +138,7 @@ def make_plan(options: Options, system: System) -> Plan:
 
 def _modes(options: Options, system: System) -> list[tuple[bool, int | None]]:
     """(speculation, width) of every mode; plain decoding first where speed is asked for."""
-    widths: list[int | None] = [width or None for width in options.widths] or [system.facts.max_width]
+    widths = list(options.widths) or [system.facts.max_width]
     if len(set(widths)) < len(widths):
         raise RequestError(f"widths {', '.join(map(str, options.widths))}: one of them is there twice")
     on: list[tuple[bool, int | None]] = [(True, width) for width in widths]
@@ -278,7 +278,11 @@ def _failures(records: Sequence[RequestRecord]) -> list[str]:
 
 # ---- two journals, and replays ---------------------------------------------------------------------------------------
 def comparison_of(first: JournalContent, second: JournalContent, *, names: Sequence[str]) -> Document:
-    """Second against first, in every setting that both have; a lone width on each side is paired whatever it is."""
+    """Second against first, in every setting that both have; a lone width on each side is paired whatever it is.
+
+    Raises RequestError where the two asked different things.
+    """
+    _check_same_questions(first.settings or {}, second.settings or {}, names)
     tables = []
     sides = [by_setting(speculating(content.records.values())) for content in (first, second)]
     for setting in [name for name in sides[0] if name in sides[1]]:
@@ -304,6 +308,22 @@ def comparison_of(first: JournalContent, second: JournalContent, *, names: Seque
         tables=tables,
         details={"first": facts[0], "second": facts[1]},
     )
+
+
+def _check_same_questions(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Nothing; a RequestError where equal names of prompts mean different prompts, or replies had other limits."""
+    ours = {one["name"]: one for one in first["workloads"]}
+    for other in second["workloads"]:
+        one = ours.get(other["name"])
+        if one is None:
+            continue
+        is_same_size = one["num_prompts"] == other["num_prompts"]
+        same = ("format_sha256", *(("prompts_sha256",) if is_same_size else ()), "haystack_sha256")
+        if differing := [key for key in same if one.get(key) != other.get(key)]:
+            raise RequestError(f"{other['name']} has another {differing[0]} in {names[1]} than in {names[0]}")
+    for key in ("max_new_tokens", "seed"):
+        if first[key] != second[key]:
+            raise RequestError(f"{key} is {first[key]} in {names[0]} and {second[key]} in {names[1]}; measure alike")
 
 
 def replay_journal(

@@ -17,10 +17,11 @@ from typing import Any, Literal, get_args
 from blockdraft.errors import ConfigError, shown
 from blockdraft.stats import RequestStats
 
-__all__ = ["RECORD_SCHEMA", "ROUND_TAG", "Counts", "FinishReason", "RequestRecord", "Scalar"]
+__all__ = ["PROCESS_TAG", "RECORD_SCHEMA", "ROUND_TAG", "Counts", "FinishReason", "RequestRecord", "Scalar"]
 
 RECORD_SCHEMA = "blockdraft.bench.record/1"
-ROUND_TAG = "round"  # tag that a run adds: which of its rounds a record was made in
+ROUND_TAG = "round"  # tags that a run adds: in which of its rounds, and by which of its processes, a record was made
+PROCESS_TAG = "process"
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Scalar = str | int | float | bool
 StepsSource = Literal["counted", "derived"]
@@ -131,7 +132,8 @@ class RequestRecord:
 
     `cluster_id` is what intervals take as independent: all turns and samples of a prompt share one. `width` None is the
     system's own choice, or no speculation. `load` is "closed:N" (N requests in flight) or "open:R" (R arrivals a
-    second). Times are seconds: `sent_s` after the run began, the others after that request was sent, queue included;
+    second). Times are seconds: `sent_s` after its process began this
+    setting and data set (and round), the others after that request was sent, queue included;
     `prefill_s` and `decode_s` are the engine's own, where it has them. `num_thinking_tokens` counts the emitted tokens
     up to and including the end of the thinking section; None where there is none or nobody looked. `output_ids`
     and `text` stay None for data sets whose rows may not be kept; the hash is always there. `is_replay`: the text was

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from blockdraft.bench.journal import Journal
-from blockdraft.bench.record import ROUND_TAG, RequestRecord
+from blockdraft.bench.record import PROCESS_TAG, ROUND_TAG, RequestRecord
 from blockdraft.bench.system import Job, Prompt, Setting, System
 from blockdraft.bench.workloads import Workload
 from blockdraft.bench.workloads.scoring import score
@@ -64,7 +64,7 @@ def run_parts(
             prompts = {job.prompt.id: job.prompt for job in left}
             for record in system.run(left, part.setting):
                 prompt = prompts[record.prompt_id]
-                journal.append(kept(record, prompt, number))
+                journal.append(kept(record, prompt, number=number, process=len(journal.content.runs)))
                 done += record.turn + 1 == len(prompt.turns) or not record.is_whole
                 progress(what, done, total, record)
     return list(_records(parts, journal, num_samples))
@@ -80,7 +80,7 @@ def check_parts(system: System, settings: Sequence[Setting], *, num_samples: int
         system.check(setting)
 
 
-def kept(record: RequestRecord, prompt: Prompt, number: int = 0) -> RequestRecord:
+def kept(record: RequestRecord, prompt: Prompt, *, number: int, process: int) -> RequestRecord:
     """The record as it goes to disk: scored, hashed, and without text where none may be kept."""
     text = record.text
     scores = dict(record.scores)
@@ -90,7 +90,8 @@ def kept(record: RequestRecord, prompt: Prompt, number: int = 0) -> RequestRecor
     if digest is None and (record.output_ids is not None or text is not None):
         said = text if record.output_ids is None else " ".join(map(str, record.output_ids))
         digest = hashlib.sha256((said or "").encode()).hexdigest()[:32]
-    made = replace(record, scores=scores, output_sha256=digest, tags={**record.tags, ROUND_TAG: number})
+    tags = {**record.tags, ROUND_TAG: number, PROCESS_TAG: process}
+    made = replace(record, scores=scores, output_sha256=digest, tags=tags)
     return replace(made, text=None, output_ids=None) if prompt.is_private else made
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import stdev
 
 from blockdraft.bench.estimates import cluster_of, clustered_ratio, counted, mean_of
-from blockdraft.bench.record import ROUND_TAG, RequestRecord
+from blockdraft.bench.record import PROCESS_TAG, ROUND_TAG, RequestRecord
 from blockdraft.stats import Interval, critical_value, ratio_interval
 
 __all__ = [
@@ -112,13 +112,14 @@ def throughput(records: Sequence[RequestRecord]) -> Interval | None:
 
 
 def steady_windows(records: Sequence[RequestRecord]) -> list[Window]:
-    """The steady part of a closed loop, of each round: from its first full moment to its last.
+    """The steady parts of closed loops, of each data set and round: from its first full moment to its last.
 
     A request's tokens are spread evenly from its first token to its end.
     """
     rounds: dict[object, list[RequestRecord]] = defaultdict(list)
     for record in counted(records):
-        rounds[record.tags.get(ROUND_TAG, 0)].append(record)
+        origin = (record.dataset, record.load, record.tags.get(ROUND_TAG), record.tags.get(PROCESS_TAG))
+        rounds[origin].append(record)  # what counts its seconds from one and the same moment
     windows = []
     for members in rounds.values():
         kind, _, wanted = members[0].load.partition(":")
