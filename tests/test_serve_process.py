@@ -130,6 +130,13 @@ def test_a_second_signal_ends_at_once(serve: Process) -> None:
     assert not events
 
 
+def test_a_signal_while_it_loads_ends_it(serve: Process) -> None:
+    serve.said("loading")
+    serve.process.send_signal(signal.SIGTERM)
+    assert serve.wait() == 0
+    assert not any("Traceback" in line for line in serve.lines), serve.lines
+
+
 def test_what_cannot_be_loaded_is_one_line_and_exit_2(tmp_path: Path) -> None:
     made = Process(str(tmp_path), "--target", str(tmp_path), "--port", "0")
     assert made.wait() == 2

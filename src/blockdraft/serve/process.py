@@ -89,6 +89,8 @@ class _Server(uvicorn.Server):
         """Say that it is ready; end it where the engine could not be loaded."""
         try:
             await self._service.started()
+        except asyncio.CancelledError:  # told to stop before it was ready
+            raise
         except BaseException as error:
             self.load_error = error
             self.should_exit = True
