@@ -5,7 +5,8 @@ python -m benchmarks.table --write README.md    put them between the marks
 python -m benchmarks.table --check README.md    exit 1 if the README says anything else
 python -m benchmarks.table --card FOLDER        the model card of a drafter, from its run.json and acceptance.json
 
-A file has marks for the block "results", for the block "training" (benchmarks.training_table), or for both.
+A file has marks for the blocks "results", "training" (benchmarks.training_table) and "rivals" (benchmarks.rivals),
+or for some of them.
 """
 
 from __future__ import annotations
@@ -170,8 +171,9 @@ def split(text: str, begin: str = BEGIN, end: str = END) -> tuple[str, str, str]
 def written(text: str, results: Path) -> str:
     """The text of a file with everything between its marks made anew."""
     from benchmarks import training_table
+    from benchmarks.rivals import table as rivals_table
 
-    blocks = {(BEGIN, END): block, (training_table.BEGIN, training_table.END): training_table.block}
+    blocks = {(one.BEGIN, one.END): one.block for one in (training_table, rivals_table)} | {(BEGIN, END): block}
     given = [marks for marks in blocks if marks[0] in text] or [(BEGIN, END)]
     for marks in given:
         before, _, after = split(text, *marks)
