@@ -31,6 +31,7 @@ __all__ = [
     "Plan",
     "comparison_of",
     "document_of",
+    "load_sets",
     "make_plan",
     "measure",
     "replay_journal",
@@ -69,6 +70,8 @@ class Options:
             raise RequestError(f"table {shown(self.table)} is unknown; there are {', '.join(TABLES)}")
         if self.max_new_tokens is not None and self.max_new_tokens < 2:
             raise RequestError(f"the length limit is {self.max_new_tokens}; a step needs at least 2 tokens")
+        for name in self.samplings:
+            find_sampling(name)
         if self.table == "C" and self.haystack is None:
             raise RequestError("table C hides numbers in a long text of yours; name it with --haystack FILE")
         if self.table != "C" and (self.haystack is not None or self.lengths):
@@ -114,9 +117,13 @@ class Plan:
         }
 
 
-def make_plan(options: Options, system: System) -> Plan:
-    """Loads all prompts and checks all settings. Raises what keeps them from being measured."""
-    workloads, left_out = _workloads(options, system)
+Sets = tuple[list[Workload], list[str]]
+"""Workloads, and why others were left out."""
+
+
+def make_plan(options: Options, system: System, sets: Sets | None = None) -> Plan:
+    """Loads all prompts, unless `sets` are they, and checks all settings. Raises what keeps them from being measured."""
+    workloads, left_out = _contexts(options, system) if options.table == "C" else sets or load_sets(options)
     tokens = options.max_new_tokens or DEFAULT_TOKENS[options.table]
     settings = [
         Setting(
@@ -145,15 +152,18 @@ def _modes(options: Options, system: System) -> list[tuple[bool, int | None]]:
     return [(False, None), *on] if options.table == "speed" else on
 
 
-def _workloads(options: Options, system: System) -> tuple[list[Workload], list[str]]:
-    if options.table == "C":
-        assert options.haystack is not None
-        lengths = tuple(options.lengths) or DEFAULT_LENGTHS
-        count = options.limit or DEFAULT_COUNT
-        workload = load_ruler(
-            options.haystack, lengths=lengths, count=count, seed=options.seed, num_tokens=system.num_tokens
-        )
-        return [workload], []
+def _contexts(options: Options, system: System) -> Sets:
+    assert options.haystack is not None
+    lengths = tuple(options.lengths) or DEFAULT_LENGTHS
+    count = options.limit or DEFAULT_COUNT
+    workload = load_ruler(
+        options.haystack, lengths=lengths, count=count, seed=options.seed, num_tokens=system.num_tokens
+    )
+    return [workload], []
+
+
+def load_sets(options: Options) -> Sets:
+    """The data sets of any table but C, whose contexts need a tokenizer. Raises what keeps them from being had."""
     asked = tuple(options.sets) or (MATRIX if options.table == "B" else ("own",))
     if unknown := sorted(set(options.formats) - set(asked)):
         raise RequestError(f"a prompt format was given for {shown(unknown[0])}, which is not among the sets")

@@ -17,7 +17,7 @@ from blockdraft.cli.show import FetchProgress, note
 from blockdraft.errors import RequestError, shown
 
 if TYPE_CHECKING:
-    from blockdraft.bench.command import Options
+    from blockdraft.bench.command import Plan
     from blockdraft.bench.in_process import InProcess
     from blockdraft.bench.record import RequestRecord
     from blockdraft.bench.report import Document
@@ -109,7 +109,7 @@ def bench(
         system = _system(draft, target, threads, max_rows=most_rows, settings=settings)
         given = {"data": data, "sets": sets.split(",") if sets else (), "widths": _numbers("--widths", widths)}
         return _replay(system, replay, {**given, "num_rows": most_rows}, out, name, as_json)
-    from blockdraft.bench.command import Options
+    from blockdraft.bench.command import Options, load_sets, make_plan
 
     options = Options(
         table=table,
@@ -128,15 +128,15 @@ def bench(
         seed=seed,
     )
     rows = most_rows if rate is None else 16
+    found = None if table == "C" else load_sets(options)  # what is wrong with them is said before anything is loaded
     system = _system(draft, target, threads, max_rows=rows, settings=settings)
-    _measure(options, system, out, name or f"table-{table}", as_json)
+    _measure(make_plan(options, system, found), system, out, name or f"table-{table}", as_json)
 
 
-def _measure(options: Options, system: InProcess, out: Path, name: str, as_json: bool) -> None:
-    from blockdraft.bench.command import make_plan, measure
+def _measure(plan: Plan, system: InProcess, out: Path, name: str, as_json: bool) -> None:
+    from blockdraft.bench.command import measure
     from blockdraft.bench.where import where
 
-    plan = make_plan(options, system)
     for workload in plan.workloads:
         note(f"{workload.name}: {len(workload.prompts)} of {workload.num_rows} prompts, format {workload.format_name}")
     for line in plan.left_out:
