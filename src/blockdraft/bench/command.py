@@ -122,7 +122,7 @@ Sets = tuple[list[Workload], list[str]]
 
 
 def make_plan(options: Options, system: System, sets: Sets | None = None) -> Plan:
-    """Loads all prompts, unless `sets` are they, and checks all settings. Raises what keeps them from being measured."""
+    """Loads all prompts, unless `sets` are they, and checks all settings. Raises what keeps them from being run."""
     workloads, left_out = _contexts(options, system) if options.table == "C" else sets or load_sets(options)
     tokens = options.max_new_tokens or DEFAULT_TOKENS[options.table]
     settings = [
