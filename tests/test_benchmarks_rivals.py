@@ -87,7 +87,7 @@ def test_every_rival_of_a_tiny_pair_writes_the_same_text(
     assert result["settings"]["v1_draft"]["made"] == {"steps": 7, "note": "of a test"}
     assert str(tmp_path) not in json.dumps({key: value for key, value in result.items() if key != "not_run"})
     # everything is on disk: nothing is run again
-    monkeypatch.setattr(rivals.Hosts, "generate", lambda *given: None)
+    monkeypatch.setattr(hosts, "Worker", lambda *given: pytest.fail("started again"))
     assert rivals.main() == 0
     again = json.loads((tmp_path / "results" / "rivals.json").read_text())
     assert again["modes"] == result["modes"]

@@ -6,7 +6,8 @@
 Prompts are the first of each set whose plain text is long enough, so that no text ends early; every rival writes
 --max-new-tokens ids for each, ends of text ignored. For each prompt all modes run one after the other, starting with
 another one each time; every process is up before the first run and has written a warm-up text. A rival that is not
-there or fails is named in the result with its own last line.
+there or fails is named in the result with its own last line. --only takes a part of the modes; runs that were made are
+kept, so that a last run without it puts all parts together and starts nothing for them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SETS = ("gsm8k", "mtbench")
 RESULT = "rivals.json"
 WARM_UP_TOKENS = 16
 _CANDIDATES = 60  # questions of a set that are looked at for long ones
-_CHOICE = "choice"
+_CHOICE, _SAID = "choice", "said at start"  # records that are no texts
 
 
 def main() -> int:
@@ -40,7 +41,7 @@ def main() -> int:
         print(prepare(options.name, options.into))
         return 0
     parser = session.parser(__doc__)
-    parser.set_defaults(max_new_tokens=96, limit=6, dtype="")
+    parser.set_defaults(max_new_tokens=64, limit=6, dtype="")
     parser.add_argument("--v1-draft", type=Path, help="folder of a DFlash 1 drafter for the target")
     parser.add_argument("--server", type=Path, help="the llama-server that `benchmarks.llama_cpp build` made")
     parser.add_argument("--target-gguf", type=Path, help="GGUF of --target (default: that of the built-in target)")
@@ -84,7 +85,7 @@ def measure(options: argparse.Namespace, modes: Sequence[Mode]) -> int:
         "how": HOW,
         "precision": PRECISION,
         "runs": work.runs,
-        "said_at_start": found.facts,
+        "said_at_start": {name: one["said"] for (key, name), one in work.records.items() if key == _SAID},
         **summary.summary(work, prompts, modes, found.failures, options.max_new_tokens),
     }
     common.write_json(options.results / RESULT, result)
@@ -96,18 +97,16 @@ def measure(options: argparse.Namespace, modes: Sequence[Mode]) -> int:
 def _measure(
     options: argparse.Namespace, work: common.Work, found: Hosts, modes: Sequence[Mode]
 ) -> list[common.Prompt]:
-    lead, num_tokens = modes[0], options.max_new_tokens
-    ids = _Ids(options)
-    found.start(modes)
-    if lead.name in found.failures:
-        raise ConfigError(f"our own engine does not start: {found.failures[lead.name]}")
-    prompts = []
-    for name in SETS:
-        prompts += _long_ones(options, work, found, lead, name, ids)
-    for mode in modes:
+    num_tokens, ids = options.max_new_tokens, _Ids(options)
+    prompts = [prompt for name in SETS for prompt in _long_ones(options, work, found, modes, name, ids)]
+    todo = [mode for mode in modes if any((prompt.id, mode.name) not in work.records for prompt in prompts)]
+    found.start(todo)
+    for host, said in found.facts.items():
+        work.append(_SAID, host, {"said": said})
+    for mode in todo:
         found.generate(mode, ids.of(prompts[0]), WARM_UP_TOKENS)
     for at, prompt in enumerate(prompts):
-        for mode in rotated(modes, at * 5):  # 5: neighbours in the table are of one rival
+        for mode in rotated(todo, at * 5):  # 5: neighbours in the table are of one rival
             if (prompt.id, mode.name) in work.records:
                 continue
             before = session.load_average()
@@ -132,20 +131,21 @@ class _Ids:
 
 
 def _long_ones(
-    options: argparse.Namespace, work: common.Work, found: Hosts, lead: Mode, name: str, ids: _Ids
+    options: argparse.Namespace, work: common.Work, found: Hosts, modes: Sequence[Mode], name: str, ids: _Ids
 ) -> list[common.Prompt]:
     """The first --limit prompts of a set whose plain text, by our engine, does not end before --max-new-tokens."""
     from blockdraft.inspection import read_target_facts
 
-    ends = set(read_target_facts(session.target_folder(options)).eos_token_ids)
+    ends, lead = set(read_target_facts(session.target_folder(options)).eos_token_ids), modes[0]
     long: list[common.Prompt] = []
     for prompt in common.load_prompts(options.data, name, _CANDIDATES):
         if len(long) == options.limit:
             break
         if (prompt.id, _CHOICE) not in work.records:
+            found.start([mode for mode in modes if mode.host == lead.host])
             record = found.generate(lead, ids.of(prompt), options.max_new_tokens)
             if record is None:
-                raise ConfigError(f"{lead.name}: {found.failures[lead.name]}")
+                raise ConfigError(f"our own engine does not run: {found.failures[lead.name]}")
             work.append(prompt.id, _CHOICE, {"is_long": not ends & set(record["ids"])})
         if work.records[prompt.id, _CHOICE]["is_long"]:
             long.append(prompt)
