@@ -39,13 +39,14 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--results", type=Path, default=session.ROOT / "results")
     options = parser.parse_args()
+    run = session.run_facts(options)  # of the code that is loaded now
     engine = _engine(options)
     started = time.perf_counter()
     asked = list(cases(options.cases, seed=options.seed))
     pairs = both_ways(engine, asked, max_new_tokens=options.max_new_tokens)
     found = report(asked, pairs)
     found["settings"] = session.settings(options) | {"seed": options.seed, "rows": options.rows}
-    found["run"] = session.run_facts(options) | {"llguidance": version("llguidance"), "judge": version("jsonschema_rs")}
+    found["run"] = run | {"llguidance": version("llguidance"), "judge": version("jsonschema_rs")}
     found["wall_s"] = round(time.perf_counter() - started, 1)
     found["load_average"] = session.load_average()
     common.write_json(options.results / RESULT, found)
