@@ -191,6 +191,11 @@ class EngineLoop:
         is_gone = self._thread is not None and not self._thread.is_alive() and not self._is_stopping
         return is_gone or self._num_failed_steps >= MAX_FAILED_STEPS
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread is not None and self._thread.is_alive()
+
     def submit(self, requests: Sequence[Request]) -> Submission:
         """Hand over the choices of one HTTP request; QueueFullError unless there is room for all."""
         if self._num_open + len(requests) > self.capacity:

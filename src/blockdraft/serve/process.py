@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -58,7 +60,11 @@ def serve_forever(
     server.run(sockets=[address])
     if server.load_error is not None:
         raise server.load_error
-    return 143 if server.force_exit else 0
+    code = 143 if server.force_exit else 0
+    if app.state.service.loop.is_alive:  # it loads, or is in a step; the interpreter must not go away under it
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _log_to_stderr() -> None:
