@@ -30,7 +30,7 @@ def block(results: Path) -> str:
     parts = []
     pairs = []
     if served:
-        parts += [_served(served), _by_position(served)]
+        parts += [served_table(served), _by_position(served)]
         pairs.append(served["pair"])
     if lossless:
         parts.append(_lossless(lossless))
@@ -50,7 +50,9 @@ def block(results: Path) -> str:
 
 
 # ---- tables --------------------------------------------------------------------------------------------------------
-def _served(result: Mapping[str, Any]) -> str:
+def served_table(
+    result: Mapping[str, Any], title: str = "Acceptance length as served, pooled 1 + ΣA/ΣS [95 %, by prompt]"
+) -> str:
     """Acceptance by set of prompts: one column for every sampling and width."""
     modes = list(dict.fromkeys((row["sampling"], row["width"]) for row in result["rows"]))
     found = {(row["set"], row["sampling"], row["width"]): row for row in result["rows"]}
@@ -70,7 +72,6 @@ def _served(result: Mapping[str, Any]) -> str:
         )
     heads = ["prompts", "number", "mean tokens", *(_mode_name(result, *mode) for mode in modes)]
     heads.append(f"{_mode_name(result, *modes[0])}, without texts that end in a loop")
-    title = "Acceptance length as served, pooled 1 + ΣA/ΣS [95 %, by prompt]"
     return table(title, heads, rows, result)
 
 

@@ -14,8 +14,14 @@ BEGIN, END = "<!-- training:begin -->", "<!-- training:end -->"
 
 def block(results: Path) -> str:
     """Everything between the marks, marks excluded."""
-    where, scaling, training = (read(results / f"{name}.json") for name in ("where", "scaling", "training"))
+    from benchmarks.table import served_table
+
+    names = ("recipe_acceptance", "where", "scaling", "training")
+    recipe, where, scaling, training = (read(results / f"{name}.json") for name in names)
     parts = []
+    if recipe:
+        title = "The drafter of the ready recipe alone: acceptance length, pooled 1 + ΣA/ΣS [95 %, by prompt]"
+        parts.append(served_table(recipe, title))
     if where:
         parts += [_where(where), _by_position(where)]
     if scaling:
