@@ -15,10 +15,11 @@ import argparse
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import common, llama_cpp, lossless, session
 from benchmarks.rivals import environments, hosts, vllm_server
@@ -27,6 +28,9 @@ from blockdraft import formats
 from blockdraft import stats as st
 from blockdraft.engines.process import EngineProcess
 from blockdraft.errors import ConfigError, UnavailableError
+
+if TYPE_CHECKING:
+    from blockdraft.engine import Completion
 
 COUNT = 24
 RESULT = "vllm_cpu.json"
@@ -87,12 +91,28 @@ def ours(options: argparse.Namespace, work: common.Work, prompts: Sequence[commo
         assert engine.tokenizer is not None
         messages = [[{"role": "user", "content": prompt.text}] for prompt in todo]
         ids = [list(engine.tokenizer.chat_ids(one, add_generation_prompt=True)) for one in messages]
-        given = {"max_new_tokens": options.max_new_tokens, "speculate": width is not None, "width": width}
+        # near its end a text gets narrower blocks of us, and not of vLLM: ours goes on a block longer and is cut
+        count = options.max_new_tokens + (0 if width is None else WIDTH)
+        given = {"max_new_tokens": count, "speculate": width is not None, "width": width}
         done = engine.run([Request(prompt_ids=one, **given) for one in ids])
         for prompt, prompt_ids, one in zip(todo, ids, done, strict=True):
-            found = {"prompt_ids": prompt_ids, "ids": list(one.token_ids), "finish": one.finish_reason}
-            work.append(prompt.id, mode, {**found, "stats": one.stats.to_json()})
+            work.append(prompt.id, mode, {"prompt_ids": prompt_ids, **our_record(one, options.max_new_tokens)})
         session.note(f"ours, {mode}: {len(todo)} prompts")
+
+
+def our_record(done: Completion, max_new_tokens: int) -> dict[str, Any]:
+    """The first ids of a text and the steps that made them, each counted whole, as vLLM counts it."""
+    ids = list(done.token_ids[:max_new_tokens])
+    num_steps = done.events[len(ids) - 1].step
+    accepted = Counter(event.step for event in done.events if event.kind == "accepted" and event.step <= num_steps)
+    return {
+        "ids": ids,
+        "finish": "length" if len(done.token_ids) > len(ids) else done.finish_reason,
+        "num_steps": num_steps,
+        "num_draft_tokens": num_steps * (WIDTH - 1),
+        "num_accepted_draft_tokens": accepted.total(),
+        "by_position": [sum(count > position for count in accepted.values()) for position in range(WIDTH - 1)],
+    }
 
 
 @contextmanager
@@ -188,7 +208,7 @@ def conclude(options: argparse.Namespace, work: common.Work, prompts: Sequence[c
         "what": "vLLM's CPU build against our engine: greedy GSM8K, the same draft",
         "reference": "plain text of our engine",
         "tie": f"both tokens are the float64 top two and less than {lossless.TIE_MARGIN} apart",
-        "counts": "steps with proposals; vLLM's own counters of each request, ours of the same requests",
+        "counts": "vLLM's own counters of each request; of ours the steps that made the same ids, each counted whole",
     }
     result.setdefault("by_draft", {}).setdefault(family, {})[options.dtype] = entry
     common.write_json(path, result)
@@ -227,19 +247,15 @@ def compared(work: common.Work, ids: Sequence[str], ends: Sequence[int], model: 
         # vLLM's length minus ours
         "difference": common.interval_json(st.paired_difference(ours, other, first_clusters=ids, second_clusters=ids)),
         "survival": {
-            "ours": st.survival_by_position([st.RequestStats.from_json(one["stats"]) for one in mine]),
+            "ours": _survival(mine),
             "vllm": _survival(theirs),
         },
     }
 
 
 def counts_of(record: Mapping[str, Any]) -> dict[str, int]:
-    """Steps with proposals, proposals, accepted ones: of our record or of vLLM's."""
-    stats = record.get("stats", record)
-    counts = {name: int(stats[name]) for name in _NAMES}
-    if "stats" in record:
-        counts["num_steps"] -= st.RequestStats.from_json(stats).num_plain_steps
-    return counts
+    """Steps, proposals, accepted ones."""
+    return {name: int(record[name]) for name in _NAMES}
 
 
 def _stats(counts: Mapping[str, int]) -> st.RequestStats:

@@ -202,15 +202,16 @@ def test_a_request_to_vllm_counts_its_own_steps(client: vllm_server.Client) -> N
     assert vllm_cpu.counts_of(record) == {"num_steps": 2, "num_draft_tokens": 14, "num_accepted_draft_tokens": 3}
 
 
-def test_our_plain_last_step_is_no_step_with_proposals() -> None:
-    from blockdraft.stats import RequestStats
-
-    stats = RequestStats()
-    stats.add_prefill(seconds=0.0)
-    stats.add_step(num_draft=7, num_accepted=2, num_emitted=3)
-    stats.add_step(num_draft=0, num_accepted=0, num_emitted=1)
-    counts = vllm_cpu.counts_of({"stats": stats.to_json(), "num_steps": 99})
-    assert counts == {"num_steps": 1, "num_draft_tokens": 7, "num_accepted_draft_tokens": 2}
+def test_our_steps_are_counted_whole_up_to_the_last_id() -> None:
+    kinds = ["first", *["accepted"] * 2, "bonus", "bonus", *["accepted"] * 3, "bonus"]
+    steps = [0, 1, 1, 1, 2, 3, 3, 3, 3]
+    events = [SimpleNamespace(kind=kind, step=step) for kind, step in zip(kinds, steps, strict=True)]
+    done = SimpleNamespace(token_ids=tuple(range(9)), events=events, finish_reason="stop")
+    record = vllm_cpu.our_record(done, 7)
+    assert record["ids"] == list(range(7)) and record["finish"] == "length"
+    counts = {"num_steps": 3, "num_draft_tokens": 21, "num_accepted_draft_tokens": 5}
+    assert vllm_cpu.counts_of(record) == counts and record["by_position"] == [2, 2, 1, 0, 0, 0, 0]
+    assert vllm_cpu.our_record(done, 5)["num_steps"] == 2 and vllm_cpu.our_record(done, 9)["finish"] == "stop"
 
 
 # ---- the plugin ------------------------------------------------------------------------------------------------------
