@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from blockdraft.bench import tables as tb
 from blockdraft.bench.compare import Side, compare
 from blockdraft.bench.journal import Journal, JournalContent, read_journal
-from blockdraft.bench.record import RequestRecord
+from blockdraft.bench.record import WHOLE_RUN, RequestRecord
 from blockdraft.bench.report import Document
 from blockdraft.bench.runner import Part, Progress, check_parts, run_parts
 from blockdraft.bench.system import Load, Setting, System, find_sampling
@@ -225,7 +225,7 @@ def document_of(content: JournalContent) -> Document:
         raise RequestError("the journal holds no records yet; run the measurement first")
     table = str(settings["table"])
     found = [one for build in _BUILDERS[table] for one in build(records)]
-    notes = [*_cuts(settings), *_failures(records)]
+    notes = [*_cuts(settings), *_failures(records), *_whole_runs(records)]
     details = {"num_records": len(records), "num_failed": sum(not r.is_whole for r in records)}
     return Document(
         title=_TITLES[table],
@@ -284,6 +284,27 @@ def _failures(records: Sequence[RequestRecord]) -> list[str]:
     if not broken:
         return []
     return [f"{len(broken)} requests broke and are not counted; the first: {broken[0].prompt_id}: {broken[0].error}"]
+
+
+def _whole_runs(records: Sequence[RequestRecord]) -> list[str]:
+    """Acceptance by a server's own counters, where its requests have none."""
+    notes = []
+    for record in records:
+        entry = record.raw.get(WHOLE_RUN)
+        if not isinstance(entry, Mapping) or record.counts.has_acceptance:
+            continue
+        where = f"{record.dataset}, {mode_of(record)}, {record.sampling}, {record.load}"
+        steps, accepted = (entry["server"].get(name) for name in ("num_steps", "num_accepted_draft_tokens"))
+        if entry["nobody_else"] is False:
+            notes.append(f"{where}: others used the server too, so that its counters say nothing of this run")
+        elif steps and accepted is not None:
+            is_sure = "" if entry["nobody_else"] else "; that nobody else used it is not known"
+            notes.append(
+                f"{where}: requests tell no acceptance; by the server's counters 1 + A / S is "
+                f"{1 + accepted / steps:.3f} over {entry['num_requests']} requests, {steps} steps, without an interval"
+                f"{is_sure}"
+            )
+    return notes
 
 
 # ---- two journals, and replays ---------------------------------------------------------------------------------------

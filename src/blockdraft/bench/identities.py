@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from blockdraft.bench.record import Counts, RequestRecord
+from blockdraft.bench.record import WHOLE_RUN, Counts, RequestRecord
 
 __all__ = ["Verdict", "examine", "faults_of_record", "faults_of_run"]
 
@@ -172,6 +172,7 @@ def faults_of_run(records: Iterable[RequestRecord]) -> list[str]:
             groups[(record.engine, record.width, record.sampling, record.load)].append(record)
     found = []
     for (engine, width, *_), group in groups.items():
+        found += _sum_faults(group)
         depths = {record.counts.max_draft_tokens for record in group} - {None}
         if len(depths) > 1:
             found.append(f"one k in a setting: {engine}, width {width}, has {sorted(map(str, depths))}")
@@ -182,6 +183,22 @@ def faults_of_run(records: Iterable[RequestRecord]) -> list[str]:
                 f"last steps that nothing cut: in all {len(cuts)} records of {engine}, width {width}, 1 + S + A - C "
                 f"is at least {least}; is the token of the prefill counted as a step or as accepted?"
             )
+    return found
+
+
+def _sum_faults(records: Sequence[RequestRecord]) -> list[str]:
+    """Where a run had a server for itself, its requests add up to what the server counted."""
+    found = []
+    for record in records:
+        entry = record.raw.get(WHOLE_RUN)
+        if not isinstance(entry, dict) or entry.get("nobody_else") is not True or not entry.get("requests"):
+            continue
+        for name, ours in entry["requests"].items():
+            theirs = entry["server"].get(name)
+            if theirs is not None and theirs != ours:
+                found.append(
+                    f"the sum over {entry['num_requests']} requests = the server's counter: {name} {ours}, {theirs}"
+                )
     return found
 
 

@@ -17,11 +17,23 @@ from typing import Any, Literal, get_args
 from blockdraft.errors import ConfigError, shown
 from blockdraft.stats import RequestStats
 
-__all__ = ["PROCESS_TAG", "RECORD_SCHEMA", "ROUND_TAG", "Counts", "FinishReason", "RequestRecord", "Scalar"]
+__all__ = [
+    "PROCESS_TAG",
+    "RECORD_SCHEMA",
+    "ROUND_TAG",
+    "WHOLE_RUN",
+    "Counts",
+    "FinishReason",
+    "RequestRecord",
+    "Scalar",
+]
 
 RECORD_SCHEMA = "blockdraft.bench.record/1"
 ROUND_TAG = "round"  # tags that a run adds: in which of its rounds, and by which of its processes, a record was made
 PROCESS_TAG = "process"
+WHOLE_RUN = (
+    "whole_run"  # in `raw` of a run's last record: what the server's own counters grew by, from its first one on
+)
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Scalar = str | int | float | bool
 StepsSource = Literal["counted", "derived"]

@@ -13,6 +13,7 @@ import typer
 
 from blockdraft.cli.generate import set_threads
 from blockdraft.cli.options import AllowMaskIsEos, TapStreamToRead, Threads, TrustRemoteCode
+from blockdraft.cli.servers import check_no_server, connect_to
 from blockdraft.cli.show import FetchProgress, note
 from blockdraft.errors import RequestError, shown
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from blockdraft.bench.in_process import InProcess
     from blockdraft.bench.record import RequestRecord
     from blockdraft.bench.report import Document
+    from blockdraft.bench.system import System
 
 OUT = Path("bench")
 _PATH_OPTIONS = ("--out", "--data", "--haystack", "--target", "--replay", "--predict", "--sets")
@@ -30,6 +32,23 @@ def bench(
     draft: Annotated[str | None, typer.Argument(metavar="[DRAFT]", help="Draft: folder or hub id.")] = None,
     target: Annotated[
         str | None, typer.Option(help="Target: folder or hub id. Without both, the built-in pair.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Instead of a pair: an OpenAI-compatible server, as http://127.0.0.1:8000.")
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="With --url: blockdraft, vllm, sglang, tokenspeed, llama_cpp, mistral_rs, tensorrt_llm. "
+            "Default: what the server says."
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="With --url: one of the server's models.")] = None,
+    plain_url: Annotated[
+        str | None, typer.Option(help="With --url: the same engine without a draft, for the speed-up.")
+    ] = None,
+    effort: Annotated[
+        str | None, typer.Option(help="With --url: the target's word for its highest reasoning effort, or none.")
     ] = None,
     table: Annotated[
         str, typer.Option(help="A: data sets by width. B: matrix of data sets. C: long contexts. speed: against plain.")
@@ -89,8 +108,11 @@ def bench(
     tap_stream: TapStreamToRead = None,
 ) -> None:
     """Measure acceptance and speed, with intervals: tables, figures, JSON. A killed run goes on where it was."""
-    if sum(given is not None for given in (report, compare, replay, predict)) > 1:
-        raise RequestError("--report, --compare, --replay and --predict are four things; ask for one of them")
+    if sum(given is not None for given in (report, compare, replay, predict, url)) > 1:
+        raise RequestError("--report, --compare, --replay, --predict and --url are five things; ask for one of them")
+    named = {"engine": engine, "model": model, "plain_url": plain_url, "effort": effort}
+    if url is None:
+        check_no_server(named)
     if predict is None and (gpus is not None or context is not None):
         raise RequestError("--gpus and --context belong to --predict; add it, or drop them")
     if report is not None or compare is not None:
@@ -129,11 +151,24 @@ def bench(
     )
     rows = most_rows if rate is None else 16
     found = None if table == "C" else load_sets(options)  # what is wrong with them is said before anything is loaded
+    if url is not None:
+        server = connect_to(url, named, _of_pair(draft, target, threads, settings))
+        return _measure(make_plan(options, server, found), server, out, name or f"table-{table}", as_json)
     system = _system(draft, target, threads, max_rows=rows, settings=settings)
     _measure(make_plan(options, system, found), system, out, name or f"table-{table}", as_json)
 
 
-def _measure(plan: Plan, system: InProcess, out: Path, name: str, as_json: bool) -> None:
+def _of_pair(draft: str | None, target: str | None, threads: int | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Options of a pair by their names, None or False where they stand at their defaults."""
+    given = {"DRAFT": draft, "--target": target, "--threads": threads}
+    defaults = {"dtype": "bfloat16", "device": "cpu"}
+    return given | {
+        f"--{name.replace('_', '-')}": None if value == defaults.get(name) else value
+        for name, value in settings.items()
+    }
+
+
+def _measure(plan: Plan, system: System, out: Path, name: str, as_json: bool) -> None:
     from blockdraft.bench.command import measure
     from blockdraft.bench.where import where
 
