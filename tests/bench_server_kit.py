@@ -230,7 +230,7 @@ class Scripted:
         how = self.broken.get(text)
         if self.die_at is not None and len(self.bodies) >= self.die_at:
             self.stop()
-            how = "cut"
+            how = "hang"
         if how in ("429", "500"):
             error = {"message": f"no room for {text}", "type": "overloaded", "code": None}
             return JSONResponse({"error": error}, status_code=int(how))
@@ -240,6 +240,8 @@ class Scripted:
     async def _lines(self, how: str | None) -> AsyncIterator[str]:
         chunks = copy.deepcopy(RECORDINGS[self.recording])
         for number, chunk in enumerate(chunks):
+            if number == 2 and how == "hang":
+                await asyncio.sleep(30.0)  # the server ends in the meantime
             if number == 2 and how == "cut":
                 raise ConnectionResetError
             if number == 2 and how == "no JSON":
