@@ -70,7 +70,7 @@ class Connection:
 
     def counts(self, answer: Answer, setting: Setting) -> Counts:
         """Counters of an answer by itself; those of speculation None where it has none."""
-        own = self.adapter.counts(answer, self.width(setting) if setting.speculation else None)
+        own = self.adapter.counts(answer, self.width(setting))
         if own is not None:
             return own
         if not setting.speculation:

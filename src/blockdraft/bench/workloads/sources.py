@@ -21,7 +21,9 @@ from blockdraft.errors import ConfigError, RequestError, UnavailableError
 __all__ = ["PLACES", "Place", "Row", "need", "need_text", "own_rows", "read_rows", "read_set", "refuse_placeholders"]
 
 Row = Mapping[str, Any]
-_NO_DATASETS = "data sets of the hub need the package datasets (pip install datasets), or name files with --data DIR"
+_NO_DATASETS = (
+    "data sets of the hub need the package datasets (pip install 'blockdraft[bench]'), or name files with --data DIR"
+)
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # of SPEED-Bench rows that forbid redistribution
 
 
