@@ -81,7 +81,8 @@ def test_bad_input_is_refused_in_one_line(tiny_pair: TinyPair, tmp_path: Path) -
     assert "give one of them" in run_cli("verify", *pair, "--quick", "--thorough").refusal
     assert "needs its target" in run_cli("verify", tiny_pair.draft).refusal
     assert "needs its draft" in run_cli("verify", "--target", tiny_pair.target).refusal
-    assert "comes with the server" in run_cli("verify", "--url", "http://localhost:8000").refusal
+    assert "DRAFT is about a pair" in run_cli("verify", *pair, "--url", "http://localhost:8000").refusal
+    assert "name it with --url" in run_cli("verify", *pair, "--engine", "vllm").refusal
     assert "--seed is -1" in run_cli("verify", *pair, "--seed", "-1").refusal
     assert "nowhere" in run_cli("verify", tmp_path / "nowhere", "--target", tiny_pair.target).refusal
     assert "float8" in run_cli("verify", *pair, "--dtype", "float8").refusal

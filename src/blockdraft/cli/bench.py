@@ -13,7 +13,7 @@ import typer
 
 from blockdraft.cli.generate import set_threads
 from blockdraft.cli.options import AllowMaskIsEos, TapStreamToRead, Threads, TrustRemoteCode
-from blockdraft.cli.servers import check_no_server, connect_to
+from blockdraft.cli.servers import check_no_server, connect_to, pair_options
 from blockdraft.cli.show import FetchProgress, note
 from blockdraft.errors import RequestError, shown
 
@@ -152,20 +152,10 @@ def bench(
     rows = most_rows if rate is None else 16
     found = None if table == "C" else load_sets(options)  # what is wrong with them is said before anything is loaded
     if url is not None:
-        server = connect_to(url, named, _of_pair(draft, target, threads, settings))
+        server = connect_to(url, named, pair_options(draft, target, threads, settings, dtype="bfloat16"))
         return _measure(make_plan(options, server, found), server, out, name or f"table-{table}", as_json)
     system = _system(draft, target, threads, max_rows=rows, settings=settings)
     _measure(make_plan(options, system, found), system, out, name or f"table-{table}", as_json)
-
-
-def _of_pair(draft: str | None, target: str | None, threads: int | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """Options of a pair by their names, None or False where they stand at their defaults."""
-    given = {"DRAFT": draft, "--target": target, "--threads": threads}
-    defaults = {"dtype": "bfloat16", "device": "cpu"}
-    return given | {
-        f"--{name.replace('_', '-')}": None if value == defaults.get(name) else value
-        for name, value in settings.items()
-    }
 
 
 def _measure(plan: Plan, system: System, out: Path, name: str, as_json: bool) -> None:

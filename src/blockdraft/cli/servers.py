@@ -1,4 +1,4 @@
-"""`bench --url`: the server that is measured instead of a pair, and what does not go together with it."""
+"""`--url` of `bench` and `verify`: a server instead of a pair, and what does not go together with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockdraft.errors import RequestError
 if TYPE_CHECKING:
     from blockdraft.bench.servers import Server
 
-__all__ = ["check_no_server", "connect_to"]
+__all__ = ["check_no_server", "connect_to", "pair_options"]
 
 
 def connect_to(url: str, named: Mapping[str, Any], of_pair: Mapping[str, Any]) -> Server:
@@ -35,3 +35,15 @@ def check_no_server(named: Mapping[str, Any]) -> None:
     for option, value in named.items():
         if value is not None:
             raise RequestError(f"--{option.replace('_', '-')} is about a server; name it with --url")
+
+
+def pair_options(
+    draft: str | None, target: str | None, threads: int | None, settings: Mapping[str, Any], *, dtype: str
+) -> dict[str, Any]:
+    """Options of a pair by their names, None or False where they stand at their defaults (`dtype` is one)."""
+    given: dict[str, Any] = {"DRAFT": draft, "--target": target, "--threads": threads}
+    defaults = {"dtype": dtype, "device": "cpu"}
+    return given | {
+        f"--{name.replace('_', '-')}": None if value == defaults.get(name) else value
+        for name, value in settings.items()
+    }

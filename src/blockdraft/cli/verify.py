@@ -12,6 +12,7 @@ import typer
 
 from blockdraft.cli.generate import set_threads
 from blockdraft.cli.options import AllowMaskIsEos, TapStreamToRead, Threads, TrustRemoteCode
+from blockdraft.cli.servers import check_no_server, connect_to, pair_options
 from blockdraft.cli.show import FetchProgress, note
 from blockdraft.errors import PairError, RequestError, UnavailableError
 
@@ -27,7 +28,14 @@ def verify(
     target: Annotated[
         str | None, typer.Option(help="Target: folder or hub id. Without both, the built-in pair.")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="A running server; comes with `blockdraft serve`.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Instead of a pair: a running server, as far as it can be examined from outside.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="With --url: as in `bench`. Default: what the server says.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="With --url: one of the server's models.")] = None,
+    plain_url: Annotated[str | None, typer.Option(help="With --url: the same engine without a draft.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help=QUICK_HELP)] = False,
     thorough: Annotated[bool, typer.Option("--thorough", help=THOROUGH_HELP)] = False,
     seed: Annotated[int, typer.Option(help="Of the exam's own draws.")] = 0,
@@ -48,10 +56,9 @@ def verify(
     tap_stream: TapStreamToRead = None,
 ) -> None:
     """Is this pair compatible, correct and lossless? Exit 0: nothing was found; 1: something was, and what."""
-    if url is not None:
-        raise UnavailableError(
-            "verify --url comes with the server; until then name a pair: blockdraft verify DRAFT --target TARGET"
-        )
+    named = {"engine": engine, "model": model, "plain_url": plain_url}
+    if url is None:
+        check_no_server(named)
     if quick and thorough:
         raise RequestError("--quick and --thorough were both given; give one of them")
     if draft is not None and target is None:
@@ -61,22 +68,29 @@ def verify(
     if seed < 0:
         raise RequestError(f"--seed is {seed}; it must be a whole number of at least 0")
     set_threads(threads)
-    report = _examined(
-        draft,
-        target,
-        budget="thorough" if thorough else "quick",
-        seed=seed,
-        has_reference=not no_reference,
-        allow_mask_is_eos=allow_mask_is_eos,
-        settings={
-            "dtype": dtype,
-            "device": device,
-            "trust_remote_code": trust_remote_code,
-            "allow_mask_is_eos": allow_mask_is_eos,
-            "block_size": block_size,
-            "tap_stream": tap_stream,
-        },
-    )
+    budget = "thorough" if thorough else "quick"
+    settings = {
+        "dtype": dtype,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+        "allow_mask_is_eos": allow_mask_is_eos,
+        "block_size": block_size,
+        "tap_stream": tap_stream,
+    }
+    if url is not None:
+        of_pair = pair_options(draft, target, threads, settings, dtype="float32")
+        of_pair["--no-reference"] = no_reference
+        report = _examined_server(url, named, of_pair, budget=budget, seed=seed)
+    else:
+        report = _examined(
+            draft,
+            target,
+            budget=budget,
+            seed=seed,
+            has_reference=not no_reference,
+            allow_mask_is_eos=allow_mask_is_eos,
+            settings=settings,
+        )
     text = json.dumps(report.to_json(), indent=1, ensure_ascii=False)
     if out is not None:
         try:
@@ -86,6 +100,17 @@ def verify(
     print(text if as_json else report.to_text(), end="\n" if as_json else "")
     if not report.has_passed:
         raise typer.Exit(1)
+
+
+def _examined_server(url: str, named: dict[str, Any], of_pair: dict[str, Any], *, budget: str, seed: int) -> Report:
+    from blockdraft.bench.servers.exam import SIZES, examine_server
+    from blockdraft.bench.workloads import load_workload
+
+    server = connect_to(url, named, of_pair)
+    num_prompts, num_tokens = SIZES[budget]
+    prompts = load_workload("own", limit=num_prompts).prompts
+    note(f"{budget} examination from outside: {num_prompts} prompts, {num_tokens} tokens")
+    return examine_server(server, prompts, num_tokens=num_tokens, budget=budget, seed=seed)
 
 
 def _examined(

@@ -40,6 +40,7 @@ class EngineFacts:
     max_width: int | None = None
     draft: str | None = None
     template: str | None = None
+    dtype: str | None = None
 
 
 class Adapter(ABC):

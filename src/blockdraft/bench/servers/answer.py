@@ -31,7 +31,8 @@ class AnswerError(Exception):
 class Answer:
     """What is known of an answer. Seconds are the caller's clock; `token_ids` stay empty where a server sends none.
 
-    `tokens` are this package's own events, `numbers` the last that came of each of NUMBER_FIELDS.
+    `tokens` are this package's own events, `numbers` the last that came of each of NUMBER_FIELDS, `logprobs` OpenAI's
+    entry of every token, where they were asked for.
     """
 
     text: str = ""
@@ -40,6 +41,7 @@ class Answer:
     usage: Mapping[str, Any] | None = None
     token_ids: list[int] = field(default_factory=list)
     tokens: list[Mapping[str, Any]] = field(default_factory=list)
+    logprobs: list[Mapping[str, Any]] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
     first_s: float | None = None
     end_s: float | None = None
@@ -47,7 +49,8 @@ class Answer:
     def take(self, chunk: object, now_s: float) -> None:
         """Add a chunk. Raises AnswerError for one of another shape than OpenAI's."""
         try:
-            assert isinstance(chunk, Mapping)
+            if not isinstance(chunk, Mapping):
+                raise TypeError
             if chunk.get("error"):
                 raise AnswerError("the server ended the stream with an error", detail=_message(chunk))
             self._take_numbers(chunk)
@@ -55,7 +58,7 @@ class Answer:
                 self.usage = chunk["usage"]
             for choice in chunk.get("choices") or ():
                 self._take_choice(choice, now_s)
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise AnswerError("a chunk of the stream has another shape than OpenAI's") from None
 
     def _take_choice(self, choice: Mapping[str, Any], now_s: float) -> None:
@@ -70,6 +73,7 @@ class Answer:
         self.text += text
         self.reasoning += reasoning
         self.token_ids.extend(int(token_id) for token_id in ids)
+        self.logprobs.extend((choice.get("logprobs") or {}).get("content") or ())
         self.tokens.extend(event for event in events if isinstance(event, Mapping))
         if choice.get("finish_reason"):
             self.finish_reason, self.end_s = str(choice["finish_reason"]), now_s
@@ -96,7 +100,7 @@ class Answer:
         """Tokens of thinking, where the server counts them and there were some."""
         details = (self.usage or {}).get("completion_tokens_details")
         found = details.get("reasoning_tokens") if isinstance(details, Mapping) else None
-        return whole(found, "reasoning_tokens") or None if found is not None else None
+        return None if found is None else whole(found, "reasoning_tokens") or None
 
     def object_of(self, *path: str) -> Mapping[str, Any]:
         """The object of numbers at a path; empty where there is none."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,7 @@ class Connection:
         path, body = self.request(job, setting, 0, (), PROBE_TOKENS, effort)
         answer = Answer()
         try:
-            asyncio.run(self._asked(path, body, answer, time.perf_counter))
+            self.ask_alone(path, body, answer)
             counts = self.counts(answer, setting)
         except AnswerError as error:
             detail = f": {error.detail}" if error.detail else ""
@@ -132,6 +132,11 @@ class Connection:
         if setting.width is not None and k is not None and setting.width != k + 1:
             raise RequestError(f"{self.client.url} runs width {k + 1}, not {setting.width}; start it with that")
 
-    async def _asked(self, path: str, body: dict[str, Any], answer: Answer, now_s: Callable[[], float]) -> None:
-        async with self.client.open() as http:
-            await self.client.ask(http, path, body, answer, now_s)
+    def ask_alone(self, path: str, body: dict[str, Any], answer: Answer) -> None:
+        """One request outside of any run. Raises AnswerError."""
+
+        async def ask() -> None:
+            async with self.client.open() as http:
+                await self.client.ask(http, path, body, answer, time.perf_counter)
+
+        asyncio.run(ask())

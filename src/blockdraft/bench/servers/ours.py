@@ -37,7 +37,10 @@ class Ours(Adapter):
         info = pages["/info"].json if "/info" in pages else {}
         version = pages["/version"].json if "/version" in pages else {}
         return EngineFacts(
-            version=str(version.get("version", "unknown")), max_width=info.get("max_width"), draft=info.get("draft")
+            version=str(version.get("version", "unknown")),
+            max_width=info.get("max_width"),
+            draft=info.get("draft"),
+            dtype=info.get("dtype"),
         )
 
     def body(self, setting: Setting) -> dict[str, Any]:

@@ -230,11 +230,11 @@ class _Drive:
         connection, setting = self.connection, self.setting
         most = self._max_new_tokens(job)
         path, body = connection.request(job, setting, turn, replies, most, self.server.effort)
-        before = await connection.read_counters(http) if self.by_growth else None
-        if before is not None:
-            sent_s = self.now_s()  # after the counters were read
-        answer, error, counts = Answer(), None, None
+        answer, error, counts, before = Answer(), None, None, None
         try:
+            if self.by_growth:
+                before = await self._counters(http)
+                sent_s = self.now_s()  # after they were read
             await connection.client.ask(http, path, body, answer, self.now_s)
             counts = connection.counts(answer, setting)
             if before is not None:
@@ -246,6 +246,12 @@ class _Drive:
         record = self._record(job, turn, answer, counts, sent_s, error)
         self.whole_run.add(record)
         return record
+
+    async def _counters(self, http: httpx.AsyncClient) -> dict[str, float]:
+        found = await self.connection.read_counters(http)
+        if found is None:
+            raise AnswerError("/metrics could not be read before the request")
+        return found
 
     async def _counts_by_growth(
         self, http: httpx.AsyncClient, before: dict[str, float], answer: Answer, own: Counts
