@@ -39,6 +39,7 @@ def test_a_correct_server_passes(server: Running, tmp_path: Path, monkeypatch: p
         "stops and lengths": "passed",
         "sampled tokens": "not run",
     }
+    assert "by chance" not in ran.out and " proposals: 2 equal" in ran.out
     assert found["subject"]["engine"].startswith("blockdraft ") and found["checks"][0]["figures"]["num_ties"] == 0
 
 
@@ -90,6 +91,18 @@ def test_a_broken_server_fails(
     found = exam.examine_server(connect(server.url), PROMPTS[:2], num_tokens=16, budget="quick", seed=0)
     assert not found.has_passed and found.check(name).outcome == "failed"
     assert reason in str(found.check(name).reason)
+
+
+def test_texts_without_a_proposal_say_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Connection.request
+
+    def without(self: Connection, *given: Any) -> tuple[str, Body]:
+        path, body = request(self, *given)
+        return path, body | {"speculation": {"enabled": False, "tokens": True}}
+
+    monkeypatch.setattr(Connection, "request", without)
+    found = exam.examine_server(connect(server.url), PROMPTS[:1], num_tokens=8, budget="quick", seed=0)
+    assert found.check("greedy identity").outcome == "not run"
 
 
 def test_a_tie_is_the_two_likeliest_tokens_close_together() -> None:

@@ -83,7 +83,7 @@ def settled(trials: Sequence[Trial], alpha: float) -> list[Check]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All checks of one examination, what was examined, and the rate of false alarms they share."""
+    """All checks of one examination, what was examined, the rate of false alarms they share (0: no tests of chance)."""
 
     subject: Mapping[str, Any]
     budget: str
@@ -139,10 +139,11 @@ class Report:
         lines.append(
             f"{counts[0]} passed, {counts[1]} failed, {counts[2]} not run; {self.seconds:.0f} s ({self.budget})"
         )
-        lines.append(
-            f"A correct system fails this exam by chance with a probability of at most {self.alpha:g}: "
-            "all tests of chance share it (Holm), the others have none."
-        )
+        if self.alpha:
+            lines.append(
+                f"A correct system fails this exam by chance with a probability of at most {self.alpha:g}: "
+                "all tests of chance share it (Holm), the others have none."
+            )
         if self.has_passed:
             lines.append("PASSED: nothing was found that tells this system from its target alone.")
         else:

@@ -81,12 +81,13 @@ def _greedy(asker: _Asker, num_tokens: int) -> Check:
         reason = f"{server.main.adapter.name} cannot leave out its draft for a request; name a server without one with "
         return Check(name=name, outcome="not run", finding="", reason=reason + "--plain-url")
     margin = TIE_MARGIN_FLOAT32 if server.main.facts.dtype == "float32" else TIE_MARGIN
-    num, num_ties, wrong, num_texts = 0, 0, [], 0
+    num, num_ties, wrong = 0, 0, []
+    num_texts, proposals = len(asker.prompts), []
     for prompt in asker.prompts:
         fields = {"logprobs": True, "top_logprobs": 2}
         on, off = (asker.ask(prompt, asker.setting(speculation=x), num_tokens, **fields) for x in (True, False))
         num += off.num_emitted
-        num_texts += 1
+        proposals.append(server.main.counts(on, asker.setting()).num_draft_tokens)
         if _said(on) == _said(off):
             continue
         at, gap = _divergence(on, off)
@@ -94,11 +95,15 @@ def _greedy(asker: _Asker, num_tokens: int) -> Check:
             num_ties += 1
         else:
             wrong.append({"prompt": prompt.id, "token": at, "gap": gap})
+    told = [number for number in proposals if number is not None]
+    if told and not any(told):
+        return Check(name=name, outcome="not run", finding="", reason="no text had a proposal in it; is there a draft?")
+    drafted = f"{sum(told)} proposals" if told else "whether the draft ran is not told"
     return Check(
         name=name,
         outcome="failed" if wrong else "passed",
-        finding=f"{num_texts} texts, {num} tokens: {num_texts - num_ties - len(wrong)} equal, {num_ties} part at a tie "
-        f"(the two likeliest tokens, at most {margin:g} apart), {len(wrong)} differ otherwise",
+        finding=f"{num_texts} texts, {num} tokens, {drafted}: {num_texts - num_ties - len(wrong)} equal, {num_ties} "
+        f"part at a tie (the two likeliest tokens, at most {margin:g} apart), {len(wrong)} differ otherwise",
         reason=DIVERGED if wrong else None,
         power=f"would have seen a fault in {rate_seen(num):.2g} of the tokens with probability 0.9",
         figures={"num_texts": num_texts, "num_tokens": num, "num_ties": num_ties, "differing": wrong},
