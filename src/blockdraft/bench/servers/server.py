@@ -41,7 +41,7 @@ class Server:
         self._effort = effort
         self._probed: set[tuple[bool, int | None]] = set()
         facts = main.facts
-        details: dict[str, Any] = {"model": main.model, "effort": effort}
+        details: dict[str, Any] = {"effort": effort, "dtype": facts.dtype}
         if plain is not None:
             details |= {"plain_model": plain.model, "plain_version": plain.facts.version}
         self._facts = SystemFacts(
