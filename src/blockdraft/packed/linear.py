@@ -15,6 +15,10 @@ from torch.nn import functional as F
 
 __all__ = ["PackedLinear", "Separately", "can_pack", "pack_linears_"]
 
+# oneDNN makes and keeps a program for every number of rows that it meets (1024 of all layers). A busy engine meets
+# every number up to some hundred, and memory grew and grew; so larger ones are rounded up.
+_ROWS_ALONE, _ROWS_TOGETHER = 16, 8
+
 
 class Separately:
     """What a packed layer does to its result before writing it, one after another; the call is the subclass's."""
@@ -33,6 +37,14 @@ class Separately:
     def times(self, x: Tensor, other: Tensor) -> Tensor:
         """The result times ``other``, element by element."""
         return self(x) * other
+
+
+def _padded(x: Tensor) -> tuple[Tensor, int | None]:
+    """x with rows of zeros to the next multiple, and how many rows were there; None where nothing was added."""
+    num_rows = x.shape[0]
+    if x.dim() != 2 or num_rows <= _ROWS_ALONE or num_rows % _ROWS_TOGETHER == 0:
+        return x, None
+    return F.pad(x, (0, 0, 0, -num_rows % _ROWS_TOGETHER)), num_rows
 
 
 class PackedLinear(nn.Module):
@@ -63,24 +75,32 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a packed linear layer has no gradient: train the model before it is packed")
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return result
+        return self._unary(x, "none")
 
     # What follows is done to the product before it is rounded and written; there is no gradient here either.
     def silu(self, x: Tensor) -> Tensor:
         """SiLU of the layer's result."""
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "swish", [], "")
-        return result
+        return self._unary(x, "swish")
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """The layer's result plus ``other``, which has its shape."""
-        result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._packed, self.bias, "add")
-        return result
+        return self._binary(x, other, "add")
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
         """The layer's result times ``other``, which has its shape, element by element."""
-        result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._packed, self.bias, "mul")
-        return result
+        return self._binary(x, other, "mul")
+
+    def _unary(self, x: Tensor, what: str) -> Tensor:
+        x, num_rows = _padded(x)
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, what, [], "")
+        return result if num_rows is None else result[:num_rows]
+
+    def _binary(self, x: Tensor, other: Tensor, what: str) -> Tensor:
+        x, num_rows = _padded(x)
+        if num_rows is not None:
+            other, _ = _padded(other)
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._packed, self.bias, what)
+        return result if num_rows is None else result[:num_rows]
 
     def extra_repr(self) -> str:
         shape = f"in_features={self.in_features}, out_features={self.out_features}"
