@@ -209,7 +209,7 @@ def test_the_same_value_is_no_contradiction_and_a_recommendation_gives_way() -> 
         ("sglang", {"head": "a:1"}, RequestError, "several nodes"),
         ("sglang", {"num_nodes": 2, "head": "a:1", "node_rank": 2}, RequestError, "0 to 1"),
         ("sglang", {"num_nodes": 2, "head": "a"}, RequestError, "HOST:PORT"),
-        ("sglang", {"tap_stream": "prefix"}, ConfigError, "only a Kimi K3 target"),
+        ("sglang", {"tap_stream": "prefix"}, ConfigError, "for a Kimi K3 target only"),
         ("sglang", {"memory_fraction": 1.5}, RequestError, "between 0 and 1"),
         ("sglang", {"context": 0}, RequestError, "--context is 0"),
         ("sglang", {"engine_version": "newest"}, RequestError, "begin with numbers"),
