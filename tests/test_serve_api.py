@@ -361,8 +361,10 @@ def test_what_is_wrong_is_said(
         (b"[" * 200_000, "application/json", 400, "invalid_json"),
         (b"9" * 10_000, "application/json", 400, "invalid_json"),
         (b'"text"', "application/json", 400, "invalid_type"),
-        (b'{"\\ud800": 1}', "application/json", 400, "unknown_parameter"),
-        (b'{"model": "\\ud800"}', "application/json", 400, "invalid_type"),
+        (b'{"\\ud800": 1}', "application/json", 400, "invalid_json"),
+        (b'{"model": "\\uD800x"}', "application/json", 400, "invalid_json"),
+        (b'{"messages": [{"role": "user", "content": "\\udfff"}]}', "application/json", 400, "invalid_json"),
+        (b'{"model": "\\ud83d\\ude00"}', "application/json", 400, "missing_required_parameter"),
         (b"{}", "text/plain", 415, "unsupported_media_type"),
     ],
 )

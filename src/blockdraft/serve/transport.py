@@ -82,7 +82,15 @@ def _too_large(max_bytes: int) -> ApiError:
 
 def _parsed(body: bytearray) -> Any:
     try:
-        return json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_object)
+        text = body.decode("utf-8")
+        parsed = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_object)
+        if "\\ud" in text.lower():  # only an escape can bring half of a pair, and then any text or key may hold it
+            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+        return parsed
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        message = f"the body holds {half}, half of a surrogate pair; give whole characters"
+        raise bad_request(message, code="invalid_json") from None
     except RecursionError:
         raise bad_request("the body is nested too deeply", code="invalid_json") from None
     except ValueError as error:
