@@ -22,7 +22,9 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("shape", [(96,), (1, 96), (8, 96), (2, 3, 96), (0, 96), (17, 96), (64, 96), (70, 96), (2, 0, 96)])
+@pytest.mark.parametrize(
+    "shape", [(96,), (1, 96), (8, 96), (2, 3, 96), (0, 96), (17, 96), (64, 96), (70, 96), (2, 0, 96)]
+)
 def test_same_result(bias: bool, dtype: torch.dtype, limit: float, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(96, 40, bias=bias).to(dtype)

@@ -6,7 +6,7 @@ Owns the contract of the adapters and what they share. One file an engine implem
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from blockdraft.bench.servers.answer import Answer
 from blockdraft.bench.servers.prometheus import CounterNames, Growth
 from blockdraft.bench.system import Sampling, Setting
 
-__all__ = ["Adapter", "EngineFacts", "Page", "Pages", "plain_counts"]
+__all__ = ["Adapter", "EngineFacts", "Page", "Pages", "plain_counts", "server_info_facts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +104,11 @@ def plain_counts(num_emitted: int) -> Counts:
         num_emitted_tokens=num_emitted,
         steps_source="derived",
     )
+
+
+def server_info_facts(pages: Pages, paths: Sequence[str]) -> EngineFacts:
+    """What the first of these pages that is there tells of an engine with SGLang's server arguments."""
+    infos = (pages[path].json for path in paths if path in pages and isinstance(pages[path].json, Mapping))
+    info: Mapping[str, Any] = next(infos, {})
+    width = info.get("speculative_num_draft_tokens")
+    return EngineFacts(version=str(info.get("version", "unknown")), max_width=width if isinstance(width, int) else None)

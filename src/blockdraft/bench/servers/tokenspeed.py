@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from blockdraft.bench.record import Counts
-from blockdraft.bench.servers.adapter import Adapter, EngineFacts, Pages
+from blockdraft.bench.servers.adapter import Adapter, EngineFacts, Pages, server_info_facts
 from blockdraft.bench.servers.answer import Answer, AnswerError, whole
 from blockdraft.bench.servers.prometheus import CounterNames
 from blockdraft.bench.system import Setting
@@ -34,15 +34,7 @@ class TokenSpeed(Adapter):
     neutral: ClassVar[Mapping[str, Any]] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
     def facts(self, pages: Pages) -> EngineFacts:
-        info: Mapping[str, Any] = {}
-        for path in self.pages:
-            if path in pages and isinstance(pages[path].json, Mapping):
-                info = pages[path].json
-                break
-        width = info.get("speculative_num_draft_tokens")
-        return EngineFacts(
-            version=str(info.get("version", "unknown")), max_width=width if isinstance(width, int) else None
-        )
+        return server_info_facts(pages, self.pages)
 
     def body(self, setting: Setting) -> dict[str, Any]:
         return {"return_meta_info": True}
