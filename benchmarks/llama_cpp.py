@@ -302,14 +302,7 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def conclude(options: argparse.Namespace, work: common.Work, prompts: Sequence[common.Prompt], block_size: int) -> int:
-    loaded: list[Any] = []
-
-    def model() -> Any:
-        if not loaded:
-            session.note("texts differ: loading the target in float64 to judge")
-            loaded.append(lossless.float64_model(session.target_folder(options)))
-        return loaded[0]
-
+    model = lossless.float64_judge(options)
     from blockdraft.inspection import read_target_facts
 
     end_ids = read_target_facts(session.target_folder(options)).eos_token_ids

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from benchmarks import common, session
@@ -19,7 +20,7 @@ from blockdraft.errors import ConfigError
 from blockdraft.verify.greedy import Verdict, compared, first_divergence
 from blockdraft.verify.reference import Reference, float64_model
 
-__all__ = ["TIE_MARGIN", "compare", "first_divergence", "float64_model", "judge", "main", "report"]
+__all__ = ["TIE_MARGIN", "compare", "first_divergence", "float64_judge", "float64_model", "judge", "main", "report"]
 
 SETS = {"gsm8k": 50, "mtbench": 30}
 TIE_MARGIN = 1e-4  # logits
@@ -103,15 +104,19 @@ def _measure(options: argparse.Namespace, settings: dict[str, Any], prompts: Seq
     )
 
 
-def _conclude(options: argparse.Namespace, work: common.Work, prompts: Sequence[common.Prompt]) -> int:
-    loaded: list[Any] = []
+def float64_judge(options: argparse.Namespace) -> Callable[[], Any]:
+    """The target in float64, loaded when it is first asked for."""
 
+    @cache
     def model() -> Any:
-        if not loaded:
-            session.note("texts differ: loading the target in float64 to judge")
-            loaded.append(float64_model(session.target_folder(options)))
-        return loaded[0]
+        session.note("texts differ: loading the target in float64 to judge")
+        return float64_model(session.target_folder(options))
 
+    return model
+
+
+def _conclude(options: argparse.Namespace, work: common.Work, prompts: Sequence[common.Prompt]) -> int:
+    model = float64_judge(options)
     entries = report(work, prompts, options.widths, model)
     result = {
         "what": "greedy text with speculation against plain text of the same engine",

@@ -183,14 +183,7 @@ def record_of(prompt_ids: Sequence[int], found: Mapping[str, Any]) -> dict[str, 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
 def conclude(options: argparse.Namespace, work: common.Work, prompts: Sequence[common.Prompt], family: str) -> int:
-    loaded: list[Any] = []
-
-    def model() -> Any:
-        if not loaded:
-            session.note("texts differ: loading the target in float64 to judge")
-            loaded.append(lossless.float64_model(session.target_folder(options)))
-        return loaded[0]
-
+    model = lossless.float64_judge(options)
     from blockdraft.inspection import read_target_facts
 
     ends = read_target_facts(session.target_folder(options)).eos_token_ids

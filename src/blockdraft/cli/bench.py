@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdraft.cli.generate import set_threads
-from blockdraft.cli.options import AllowMaskIsEos, TapStreamToRead, Threads, TrustRemoteCode
+from blockdraft.cli.options import AllowMaskIsEos, BlockSize, TapStreamToRead, Threads, TrustRemoteCode
 from blockdraft.cli.servers import check_no_server, connect_to, pair_options
 from blockdraft.cli.show import FetchProgress, note
 from blockdraft.errors import RequestError, shown
@@ -97,9 +97,7 @@ def bench(
     gpus: Annotated[str | None, typer.Option(help="With --predict: a roofline of these, as 8xH200.")] = None,
     context: Annotated[str | None, typer.Option(help="With --predict: positions that a request holds, as 32k.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
-    block_size: Annotated[
-        int | None, typer.Option(help="Rows of the draft's block, for a draft whose files do not say.")
-    ] = None,
+    block_size: BlockSize = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
     threads: Threads = None,

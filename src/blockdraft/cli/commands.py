@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from blockdraft.cli.generate import set_threads
-from blockdraft.cli.options import AllowMaskIsEos, Threads
+from blockdraft.cli.options import AllowMaskIsEos, BlockSize, Threads
 from blockdraft.cli.show import FetchProgress, has_colours, note
 from blockdraft.errors import RequestError, UnavailableError, shown
 
@@ -104,9 +104,7 @@ def corpus(
 def inspect(
     draft: Annotated[str, typer.Argument(metavar="DRAFT", help="Folder, config.json or hub id of a draft.")],
     target: Annotated[str | None, typer.Option(help="Target: folder, config.json or hub id.")] = None,
-    block_size: Annotated[
-        int | None, typer.Option(help="Rows of the draft's block, for a draft whose files do not say.")
-    ] = None,
+    block_size: BlockSize = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
     allow_mask_is_eos: AllowMaskIsEos = False,
     plan: Annotated[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockdraft.cli.options import AllowMaskIsEos
+from blockdraft.cli.options import AllowMaskIsEos, BlockSize
 
 if TYPE_CHECKING:
     from blockdraft.config import TargetFacts
@@ -27,9 +27,7 @@ def convert(
     dtype: Annotated[
         str | None, typer.Option(help="Stored type of every tensor. Without it, each keeps its own.")
     ] = None,
-    block_size: Annotated[
-        int | None, typer.Option(help="Rows of the draft's block, for a draft whose files do not say.")
-    ] = None,
+    block_size: BlockSize = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier checkpoint in DST.")] = False,
     allow_mask_is_eos: AllowMaskIsEos = False,
 ) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdraft.cli.options import AllowMaskIsEos, TapStreamToRead, Threads, TrustRemoteCode
+from blockdraft.cli.options import AllowMaskIsEos, BlockSize, TapStreamToRead, Threads, TrustRemoteCode
 from blockdraft.cli.show import FetchProgress, as_json_object, compare_ways, note, watch
 from blockdraft.errors import RequestError, shown
 
@@ -50,9 +50,7 @@ def generate(
             " every run; auto is the fastest at every moment, plain steps included (steps are timed once, for 3 s).",
         ),
     ] = None,
-    block_size: Annotated[
-        int | None, typer.Option(help="Rows of the draft's block, for a draft whose files do not say.")
-    ] = None,
+    block_size: BlockSize = None,
     min_confidence: Annotated[
         float, typer.Option(help="End a block where the draft expects less acceptance (confidence head); 0 never.")
     ] = 0.0,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockdraft.cli.options import AllowMaskIsEos
+from blockdraft.cli.options import AllowMaskIsEos, BlockSize
 from blockdraft.cli.show import note
 
 if TYPE_CHECKING:
@@ -46,9 +46,7 @@ def launch(
     ] = None,
     host: Annotated[str, typer.Option(help="Where it listens.")] = "127.0.0.1",
     port: Annotated[int | None, typer.Option(help="Where it listens. Without it, the engine's own.")] = None,
-    block_size: Annotated[
-        int | None, typer.Option(help="Rows of the draft's block, for a draft whose files do not say.")
-    ] = None,
+    block_size: BlockSize = None,
     engine_env: Annotated[
         Path | None, typer.Option(help="Virtual environment of the engine. Without it, what is on the PATH.")
     ] = None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdraft.cli.generate import set_threads
-from blockdraft.cli.options import TapStreamToRead, Threads
+from blockdraft.cli.options import BlockSize, TapStreamToRead, Threads
 from blockdraft.cli.show import FetchProgress, note
 
 if TYPE_CHECKING:
@@ -43,9 +43,7 @@ def serve(
     ] = None,
     quantize: Annotated[str | None, typer.Option(help="int8 or nf4 (bitsandbytes).")] = None,
     weights: Annotated[str | None, typer.Option(help="int8: round the target's weights to 8 bits on the CPU.")] = None,
-    block_size: Annotated[
-        int | None, typer.Option(help="Rows of the draft's block, for a draft whose files do not say.")
-    ] = None,
+    block_size: BlockSize = None,
     tap_stream: TapStreamToRead = None,
     trust_remote_code: Annotated[
         Switch, typer.Option("--trust-remote-code/--no-trust-remote-code", help="Run code that a target brings.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdraft.cli.generate import set_threads
-from blockdraft.cli.options import AllowMaskIsEos, TapStreamToRead, Threads, TrustRemoteCode
+from blockdraft.cli.options import AllowMaskIsEos, BlockSize, TapStreamToRead, Threads, TrustRemoteCode
 from blockdraft.cli.servers import check_no_server, connect_to, pair_options
 from blockdraft.cli.show import FetchProgress, note
 from blockdraft.errors import PairError, RequestError, UnavailableError
@@ -45,9 +45,7 @@ def verify(
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the report there as JSON, besides what is printed.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    block_size: Annotated[
-        int | None, typer.Option(help="Rows of the draft's block, for a draft whose files do not say.")
-    ] = None,
+    block_size: BlockSize = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
     threads: Threads = None,

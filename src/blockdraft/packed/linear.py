@@ -97,8 +97,7 @@ class PackedLinear(nn.Module):
 
     def _binary(self, x: Tensor, other: Tensor, what: str) -> Tensor:
         x, num_rows = _padded(x)
-        if num_rows is not None:
-            other, _ = _padded(other)
+        other, _ = _padded(other)
         result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._packed, self.bias, what)
         return result if num_rows is None else result[:num_rows]
 
